@@ -1,0 +1,121 @@
+"""Reads single configuration values: numbers written as text, byte sizes, switches and the word "auto"."""
+
+import re
+from typing import Any
+
+
+AUTO = "auto"
+
+_BYTE_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BYTE_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?i?b)\s*$", re.IGNORECASE)
+_DTYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "torch.float32": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "torch.bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.float16": "fp16",
+}
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+def is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() == AUTO
+
+
+def to_float(value: Any) -> float:
+    """A number, or a number written as text: YAML reads 5e8 as a string."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, got a switch")
+    if isinstance(value, (int, float)):
+        result = float(value)
+    elif isinstance(value, str):
+        try:
+            result = float(value.strip().replace("_", ""))
+        except ValueError:
+            raise ValueError("expected a number") from None
+    else:
+        raise ValueError(f"expected a number, got {type(value).__name__}")
+    if result != result or result in (float("inf"), float("-inf")):
+        raise ValueError("expected a finite number")
+    return result
+
+
+def to_int(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d[\d_]*\s*", value):
+        return int(value)
+    number = to_float(value)
+    if number != int(number):
+        raise ValueError("expected a whole number")
+    return int(number)
+
+
+def to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str) and value.strip().lower() in _TRUE | _FALSE:
+        return value.strip().lower() in _TRUE
+    raise ValueError("expected true or false")
+
+
+def to_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    return value.strip()
+
+
+def to_mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("expected a section with keys")
+    return value
+
+
+def to_dtype(value: Any) -> str:
+    name = str(value).strip().lower()
+    if name not in _DTYPES:
+        raise ValueError("expected fp32, bf16 or fp16")
+    return _DTYPES[name]
+
+
+def byte_size(value: Any) -> int | None:
+    """The bytes meant by text such as "25MB" or "1 GiB"; None where the value is no byte size."""
+    match = _BYTE_SIZE.match(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    return int(float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()])
+
+
+def to_size(value: Any) -> int | str:
+    """A count of elements, or a byte size that stays text until the element size is known."""
+    if byte_size(value) is not None:
+        return str(value).strip()
+    try:
+        return to_int(value)
+    except ValueError as error:
+        raise ValueError(f'{error}: write a count of elements (5e8) or a byte size ("25MB")') from None
+
+
+def elements(size: int | str, itemsize: int) -> int:
+    """Turn a bucket size into a count of elements of ``itemsize`` bytes (at least one)."""
+    nbytes = byte_size(size)
+    return int(size) if nbytes is None else max(1, nbytes // itemsize)
