@@ -87,7 +87,7 @@ def _context():
     return context
 
 
-# ---------------------------------------------------------------------------------------------------- the parent's side
+# ----------------------------------------- the parent's side
 
 
 def _launch(name, args, kwargs, world_size, timeout):
@@ -182,7 +182,7 @@ def _clean_up(pipes, processes):
         pipe.close()
 
 
-# ------------------------------------------------------------------------------------------------------ the rank's side
+# ------------------------------------------- the rank's side
 
 
 def _stack_file(folder, rank):
