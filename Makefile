@@ -1,0 +1,52 @@
+# Each target sets up .venv first, so that `make demo` or `make test` is all that a fresh clone needs.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test quality style clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := recipes/demo/sft/config_demo.yaml
+NUM_PROCESSES ?= 2
+
+# Launched scripts start `python` and `accelerate` by name, so the environment's folder comes first.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+help:
+	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
+	@echo "make test     run all tests"
+	@echo "make quality  check style; make style mends it"
+	@echo "make clean    remove what demo and tests wrote (the environment stays)"
+
+venv: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("hf_zero needs Python 3.10 or newer, this is " + sys.version.split()[0] \
+	    + ": try make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -m venv $(VENV) || { echo "No virtual environment: on Debian or Ubuntu install python3-venv." >&2; exit 1; }
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python recipes/demo/prepare.py --config $(DEMO)
+	$(BIN)/accelerate launch --config_file recipes/accelerate_configs/zero3.yaml \
+	    --num_processes $(NUM_PROCESSES) scripts/sft.py --config $(DEMO)
+	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+quality: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find hf_zero scripts recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
