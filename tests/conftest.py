@@ -8,8 +8,3 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than about five seconds (launches of whole commands)")
-    config.addinivalue_line("markers", "gpu: needs at least one CUDA device")

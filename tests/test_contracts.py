@@ -1,0 +1,210 @@
+"""Private or young names of other libraries that hf_zero relies on: each exists and takes what we pass to it."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+TRAINER = "transformers.trainer.Trainer"
+MODEL = "transformers.modeling_utils.PreTrainedModel"
+ACCELERATOR = "accelerate.accelerator.Accelerator"
+LAUNCH = "accelerate.commands.launch"
+
+# What we override or call, with all parameters in order, as the tested versions have them. `self` is left out.
+SIGNATURES = {
+    f"{TRAINER}._build_accelerator_args": "**kwargs",
+    f"{TRAINER}.create_accelerator_and_postprocess": "",
+    f"{TRAINER}._move_model_to_device": "model, device",
+    f"{TRAINER}._prepare_for_training": "max_steps, train_dataloader, resume_from_checkpoint",
+    f"{TRAINER}._load_from_checkpoint": "resume_from_checkpoint, model",
+    f"{TRAINER}._load_best_model": "",
+    f"{TRAINER}._save_optimizer_and_scheduler": "output_dir",
+    f"{TRAINER}._load_optimizer_and_scheduler": "checkpoint",
+    f"{TRAINER}.save_model": "output_dir, _internal_call",
+    f"{TRAINER}._save": "output_dir, state_dict",
+    f"{TRAINER}._save_checkpoint": "model, trial",
+    f"{TRAINER}._clip_grad_norm": "model",
+    f"{TRAINER}._get_grad_norm": "model, grad_norm",
+    f"{MODEL}._load_pretrained_model": "model, state_dict, checkpoint_files, load_config, expected_keys",
+    f"{MODEL}._finalize_model_loading": "model, load_config, loading_info",
+    f"{MODEL}._move_missing_keys_from_meta_to_device": "missing_keys, device_map, device_mesh, hf_quantizer",
+    "transformers.modeling_utils.remove_tied_weights_from_state_dict": "state_dict, model",
+    "transformers.core_model_loading.rename_source_key": (
+        "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse"
+    ),
+    "transformers.core_model_loading.revert_weight_conversion": "model, state_dict",
+    "transformers.core_model_loading.WeightConverter.convert": "layer_name, model, config, hf_quantizer, loading_info",
+    "transformers.distributed.fsdp.is_fsdp_managed_module": "module",
+    f"{ACCELERATOR}.prepare": "*args, device_placement",
+    f"{ACCELERATOR}.prepare_model": "model, device_placement, evaluation_mode",
+    f"{ACCELERATOR}.prepare_optimizer": "optimizer, device_placement",
+    f"{ACCELERATOR}.backward": "loss, **kwargs",
+    f"{ACCELERATOR}.no_sync": "model",
+    f"{ACCELERATOR}.clip_grad_norm_": "parameters, max_norm, norm_type",
+    f"{ACCELERATOR}.clip_grad_value_": "parameters, clip_value",
+    f"{ACCELERATOR}.unscale_gradients": "optimizer",
+    f"{ACCELERATOR}.get_state_dict": "model, unwrap",
+    f"{ACCELERATOR}.save_model": "model, save_directory, max_shard_size, safe_serialization",
+    f"{ACCELERATOR}.save_state": "output_dir, safe_serialization, **save_model_func_kwargs",
+    f"{ACCELERATOR}.load_state": "input_dir, load_kwargs, **load_model_func_kwargs",
+    f"{ACCELERATOR}.free_memory": "*objects",
+    f"{ACCELERATOR}.join_uneven_inputs": "joinables, even_batches",
+    f"{ACCELERATOR}.register_save_state_pre_hook": "hook",
+    f"{ACCELERATOR}.register_load_state_pre_hook": "hook",
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer, device_placement, scaler",
+    f"{LAUNCH}.launch_command_parser": "subparsers",
+    f"{LAUNCH}._validate_launch_command": "args",
+    f"{LAUNCH}.launch_command": "args",
+    f"{LAUNCH}.multi_gpu_launcher": "args",
+    f"{LAUNCH}.deepspeed_launcher": "args",
+}
+
+TRL_SIGNATURES = {
+    "trl.distributed.DistributedBackend": "accelerator",
+    "trl.distributed.DistributedBackend.gather_params": "params",
+    "trl.distributed.DistributedBackend.summon_full_params": "module, **kwargs",
+    "trl.trainer.callbacks.SyncRefModelCallback": "ref_model, accelerator",
+    "trl.trainer.utils.add_fused_lm_head": "model, temperature, cast_lm_head_to_fp32, outputs",
+}
+
+
+def _resolve(dotted):
+    parts = dotted.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(dotted)
+
+
+def _parameters(dotted):
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = inspect.signature(_resolve(dotted)).parameters.values()
+    return ", ".join(stars.get(p.kind, "") + p.name for p in parameters if p.name != "self")
+
+
+@pytest.mark.parametrize("dotted", SIGNATURES)
+def test_signature(dotted):
+    assert _parameters(dotted) == SIGNATURES[dotted]
+
+
+@pytest.mark.parametrize("dotted", TRL_SIGNATURES)
+def test_trl_signature(dotted):
+    pytest.importorskip("trl")
+    assert _parameters(dotted) == TRL_SIGNATURES[dotted]
+
+
+def test_trl_trainers_keep_their_backend_in_one_attribute():
+    pytest.importorskip("trl")
+    grpo = _resolve("trl.trainer.grpo_trainer.GRPOTrainer")
+    assert "self._dist = DistributedBackend(self.accelerator)" in inspect.getsource(grpo.__init__)
+    vllm = _resolve("trl.generation.vllm_generation.VLLMGeneration")
+    assert "self._dist = DistributedBackend(accelerator)" in inspect.getsource(vllm.__init__)
+
+
+def test_loading_info_carries_the_keys_that_we_report():
+    info = _resolve("transformers.modeling_utils.LoadStateDictInfo")
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= set(inspect.signature(info).parameters)
+
+
+@pytest.mark.parametrize("name", ["_load_pretrained_model", "_finalize_model_loading"])
+def test_loading_seams_are_static_methods(name):
+    assert isinstance(inspect.getattr_static(_resolve(MODEL), name), staticmethod)
+
+
+def _tiny_model():
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def test_loading_goes_through_the_class_of_the_call(tmp_path):
+    """A subclass made on the fly is asked to load, on meta, with its mapping resolved."""
+    seen = {}
+
+    class Spy(LlamaForCausalLM):
+        @staticmethod
+        def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+            seen["devices"] = {p.device.type for p in model.parameters()}
+            seen["files"] = checkpoint_files
+            seen["mapping"] = load_config.weight_mapping
+            return LlamaForCausalLM._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, expected_keys
+            )
+
+    _tiny_model().save_pretrained(tmp_path)
+    Spy.from_pretrained(tmp_path)
+    assert seen["devices"] == {"meta"}
+    assert [str(file) for file in seen["files"]] == [str(tmp_path / "model.safetensors")]
+    assert "mapping" in seen
+
+
+def test_generate_and_layerdrop_ask_the_duck_typed_attribute():
+    model = _tiny_model()
+    is_managed = _resolve("transformers.distributed.fsdp.is_fsdp_managed_module")
+    assert not is_managed(model)
+    model._is_fsdp_managed_module = True
+    assert is_managed(model)
+    assert "is_fsdp_managed_module" in inspect.getsource(_resolve("transformers.generation.utils"))
+
+
+def test_trainer_gathers_through_an_attribute_that_may_be_bound_again(tmp_path):
+    trainer = Trainer(model=_tiny_model(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    bound = getattr(trainer.gather_function, "func", trainer.gather_function)
+    assert bound == trainer.accelerator.gather_for_metrics
+
+
+def test_accelerator_keeps_what_it_prepared(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = _tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    assert accelerator._models == [prepared] and prepared._is_accelerate_prepared
+    assert accelerator._optimizers == [wrapped] and wrapped._is_accelerate_prepared
+    assert isinstance(wrapped, AcceleratedOptimizer) and wrapped.optimizer is optimizer
+    wrapped._is_overflow = True
+    assert wrapped.step_was_skipped and accelerator.optimizer_step_was_skipped
+
+
+def test_state_hooks_see_the_final_folder_and_may_take_entries_away(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(_tiny_model())
+    seen = []
+
+    def save(models, weights, folder):
+        seen.append(("save", models == [model], len(weights), folder))
+        weights.clear()
+
+    def load(models, folder):
+        seen.append(("load", models == [model], folder))
+        models.clear()
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(tmp_path / "state")
+    assert not list((tmp_path / "state").glob("model*"))
+    accelerator.load_state(tmp_path / "state")
+    folder = str(tmp_path / "state")
+    assert [(*entry[:-1], str(entry[-1])) for entry in seen] == [("save", True, 1, folder), ("load", True, folder)]
+
+
+def test_torch_offers_the_entry_point_group_and_the_new_collective_names():
+    assert 'group_name = "torch.backends"' in inspect.getsource(torch)
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        assert hasattr(torch.distributed, name) or hasattr(torch.distributed, f"{name.replace('single', 'tensor')}")
