@@ -32,3 +32,7 @@ class ZeroRuntimeError(ZeroError, RuntimeError):
 
 class ZeroCheckpointError(ZeroError, ValueError):
     """A checkpoint that is incomplete, damaged or does not match the model."""
+
+
+class ZeroAccessError(ZeroError, RuntimeError):
+    """A sharded parameter was read where the configuration forbids implicit gathers."""
