@@ -1,5 +1,6 @@
 """The checks of single values and of pairs of values in a ``ZeroConfig``; every finding names value and fix."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import values
@@ -23,8 +24,6 @@ _BOOLEANS = (
     "zero3_save_16bit_model",
     "overlap_comm",
     "deterministic_reduce",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
     "consecutive_hysteresis",
     "check_grad_overflow",
     "wall_clock_breakdown",
@@ -34,7 +33,6 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
     "gradient_accumulation_steps": (1, True),
     "train_micro_batch_size_per_gpu": (1, True),
     "train_batch_size": (1, True),
-    "zero_hpz_partition_size": (1, False),
     "stage3_model_persistence_threshold": (0, False),
     "stage3_max_live_parameters": (0, False),
     "stage3_max_reuse_distance": (0, False),
@@ -118,7 +116,43 @@ def field_problems(config: "ZeroConfig") -> list[str]:
         section = getattr(config, name)
         if section is not None and not (isinstance(section, dict) and isinstance(section.get("type"), str)):
             report(name, 'expected {"type": <name>, "params": {...}}')
-    return problems + _unavailable(config)
+    return problems + _pair_problems(config) + _unavailable(config)
+
+
+def _pair_problems(config: "ZeroConfig") -> list[str]:
+    """Values that are fine alone and make no sense together."""
+    problems = []
+    if config.offload_param_device != "none" and config.zero_stage in (0, 1, 2):
+        problems.append(
+            f"offload_param_device is {config.offload_param_device!r} ({config.where('offload_param_device')}) but "
+            f"zero_stage is {config.zero_stage}: weights are whole on every rank below stage 3; set zero_stage to 3 "
+            'or offload_param_device to "none"'
+        )
+    for kind in ("optimizer", "param"):
+        if getattr(config, f"offload_{kind}_device") == "nvme":
+            problems += _folder_problem(config, f"offload_{kind}_nvme_path", f"offload_{kind}_device")
+    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    if _is_int(config.train_batch_size) and config.train_batch_size >= 1:
+        factors = [size for size in sizes[1:] if _is_int(size) and size >= 1]
+        product = factors[0] * factors[-1] if len(factors) == 2 else (factors or [1])[0]
+        if config.train_batch_size % product:
+            problems.append(
+                f"train_batch_size is {config.train_batch_size} ({config.where('train_batch_size')}), which is no "
+                f"multiple of micro-batch x accumulation = {product}: set train_batch_size to "
+                '"auto", or to micro-batch x accumulation x number of ranks'
+            )
+    return problems
+
+
+def _folder_problem(config: "ZeroConfig", name: str, device: str) -> list[str]:
+    path = getattr(config, name)
+    if path is None:
+        return [f"{device} is 'nvme' ({config.where(device)}) without {name}: name a folder on a local disk"]
+    if not os.path.isdir(path):
+        return [f"{name} is {path!r} ({config.where(name)}): there is no such folder; create it or name another"]
+    if not os.access(path, os.W_OK):
+        return [f"{name} is {path!r} ({config.where(name)}): the folder cannot be written to"]
+    return []
 
 
 def _unavailable(config: "ZeroConfig") -> list[str]:
@@ -131,3 +165,35 @@ def _unavailable(config: "ZeroConfig") -> list[str]:
                 f'{name} to "none" and use zero_stage 3, more ranks or gradient checkpointing to save memory'
             )
     return problems
+
+
+_STAGE3_ONLY = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
+_FP16_ONLY = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+
+def advice(config: "ZeroConfig") -> list[str]:
+    """Settings that do no harm and have no effect in this configuration."""
+    notes = []
+    if config.zero_stage != 3:
+        notes += [
+            f"{config.where(name)}: {name} has no effect at zero_stage {config.zero_stage}"
+            for name in _STAGE3_ONLY
+            if config.is_set(name)
+        ]
+        if config.is_set("zero3_init_flag") and config.zero3_init_flag:
+            notes.append(
+                f"{config.where('zero3_init_flag')}: zero3_init_flag has no effect at zero_stage {config.zero_stage}"
+            )
+    if config.is_set("mixed_precision") and config.mixed_precision != "fp16":
+        notes += [
+            f"{config.where(name)}: {name} has no effect with mixed_precision {config.mixed_precision!r}"
+            for name in _FP16_ONLY
+            if config.is_set(name)
+        ]
+    return notes

@@ -1,11 +1,282 @@
-"""Reads any accepted source into a ``ZeroConfig``."""
+"""Reads any accepted source into a ``ZeroConfig``: DeepSpeed JSON, Accelerate YAML, FSDP YAML, dict, arguments."""
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hf_zero.config import values
+from hf_zero.config.checks import advice
+from hf_zero.config.documents import Document, from_dict, load_document
+from hf_zero.config.keys import BF16_ENABLED, CPU_OFFLOAD, DEEPSPEED_KEYS, FP16_ENABLED
+from hf_zero.config.keys_accelerate import (
+    DEEPSPEED_CONFIG_FILE,
+    DEEPSPEED_SECTION_KEYS,
+    DISTRIBUTED_TYPES,
+    FLAT_KEYS,
+    FSDP_KEYS,
+    FSDP_OFFLOAD,
+    FSDP_RESHARD,
+    FSDP_STRATEGY,
+    OTHER_ACCELERATORS,
+    OWN_KEYS,
+    SECTIONS,
+    TOP_KEYS,
+)
+from hf_zero.config.layer import STAYS_AUTO, Layer, Setting, read_keys
 from hf_zero.config.origin import Origin
 from hf_zero.config.schema import ZeroConfig
+from hf_zero.errors import ZeroConfigError
+
+
+_STAGE_OF_STRATEGY = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
 
 
 def read_config(source: Any = None, **overrides: Any) -> ZeroConfig:
-    config = source if isinstance(source, ZeroConfig) else ZeroConfig(**(source or {}))
-    return config.replace(origin=Origin(label="argument"), **overrides) if overrides else config
+    """See ``ZeroConfig.from_any``. All problems of all sources are reported in one error."""
+    return build([*read_source(source), read_flat(overrides, "argument")])
+
+
+def read_source(source: Any, label: str = "dict") -> list[Layer]:
+    """The layers of one source, weakest first; ``label`` names a dict in messages."""
+    if source is None:
+        return []
+    if isinstance(source, ZeroConfig):
+        return [_layer_of(source)]
+    if isinstance(source, Mapping):
+        return _read_document(from_dict(dict(source), label), is_file=False)
+    if isinstance(source, (str, os.PathLike)):
+        return _read_document(load_document(source), is_file=True)
+    raise ZeroConfigError(
+        f"cannot read a configuration from {type(source).__name__}: "
+        "pass a path to a JSON or YAML file, a dict or a ZeroConfig"
+    )
+
+
+def build(layers: list[Layer]) -> ZeroConfig:
+    """Merge layers, weakest first, into one configuration; every problem of every layer goes into one error."""
+    problems = [problem for layer in layers for problem in layer.problems]
+    notes = [note for layer in layers for note in layer.notes]
+    merged: dict[str, Setting] = {}
+    for layer in layers:
+        for name, setting in layer.settings.items():
+            # A number says more than "auto": it stays, even where the word comes from a stronger source.
+            if name not in merged or not values.is_auto(setting.value):
+                merged[name] = setting
+    settings = {name: _resolve_plain_auto(name, setting) for name, setting in merged.items()}
+    chosen = {name: setting.value for name, setting in settings.items()}
+    origins = {name: setting.origin for name, setting in settings.items()}
+    try:
+        config = ZeroConfig(**chosen, origins=origins, notes=tuple(notes))
+    except ZeroConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ZeroConfigError(problems)
+    return config.with_notes(advice(config))
+
+
+def _resolve_plain_auto(name: str, setting: Setting) -> Setting:
+    if not values.is_auto(setting.value) or name in STAYS_AUTO:
+        return setting
+    default = ZeroConfig.default(name)
+    origin = Origin(**{**setting.origin.to_dict(), "reason": f"auto: the default, {default!r}"})
+    return Setting(value=default, origin=origin)
+
+
+def _layer_of(config: ZeroConfig) -> Layer:
+    settings = {
+        name: Setting(value=getattr(config, name), origin=config.origins.get(name, Origin(label="argument")))
+        for name in config.chosen()
+    }
+    return Layer(settings=settings, notes=[note for note in config.notes if note not in advice(config)])
+
+
+def read_flat(arguments: Mapping[str, Any], label: str) -> Layer:
+    """Keyword arguments or options: every field under its own name; None means "not given"."""
+    return _flat_layer(from_dict({k: v for k, v in arguments.items() if v is not None}, label))
+
+
+def _flat_layer(document: Document) -> Layer:
+    layer = Layer()
+    read_keys(document, FLAT_KEYS, layer)
+    _combine_cpu_offload(layer)
+    return layer
+
+
+def _read_document(document: Document, *, is_file: bool) -> list[Layer]:
+    """The layers of one file, weakest first (a YAML that names a JSON gives two)."""
+    kind = _kind_of(document, is_file=is_file)
+    if kind == "deepspeed":
+        return [read_deepspeed(document)]
+    if kind == "accelerate":
+        return read_accelerate(document)
+    return _with_json(_flat_layer(document), document)
+
+
+def _kind_of(document: Document, *, is_file: bool) -> str:
+    keys = set(document.data)
+    if keys & (set(TOP_KEYS) | set(SECTIONS)) - {"mixed_precision", "fp16"}:
+        return "accelerate"
+    deepspeed_names = {path.split(".")[0] for path in DEEPSPEED_KEYS} | {"hf_zero"}
+    if keys & (deepspeed_names - set(FLAT_KEYS)):
+        return "deepspeed"
+    return "deepspeed" if is_file and str(document.file).endswith(".json") else "flat"
+
+
+def read_deepspeed(document: Document) -> Layer:
+    """A DeepSpeed JSON. A missing stage is DeepSpeed's default, 0."""
+    layer = Layer()
+    own = document.data.get("hf_zero")
+    content = {key: value for key, value in document.data.items() if key != "hf_zero"}
+    plain = Document(data=content, label=document.label, file=document.file, lines=document.lines)
+    read_keys(plain, DEEPSPEED_KEYS, layer)
+    if isinstance(own, Mapping):
+        read_keys(document.part("hf_zero"), OWN_KEYS, layer, section="hf_zero.")
+    elif own is not None:
+        layer.problems.append(f"{document.label}: hf_zero is {own!r}: expected a section with keys")
+    _combine_precision(layer)
+    _combine_cpu_offload(layer)
+    if "zero_stage" not in layer.settings and not any("zero_optimization.stage" in p for p in layer.problems):
+        origin = Origin(label=document.label, file=document.file, reason="no zero_optimization.stage: DeepSpeed's 0")
+        layer.put("zero_stage", 0, origin)
+        layer.notes.append(f"{document.label}: names no zero_optimization.stage, so nothing is sharded (stage 0)")
+    return layer
+
+
+def _combine_precision(layer: Layer) -> None:
+    """fp16.enabled and bf16.enabled become one mixed_precision; "auto" leaves it to the training arguments."""
+    found = {
+        precision: setting
+        for precision, name in (("fp16", FP16_ENABLED), ("bf16", BF16_ENABLED))
+        if (setting := layer.take(name)) is not None
+    }
+    on = {precision: setting for precision, setting in found.items() if setting.value is True}
+    if len(on) == 2:
+        places = " and ".join(f"{setting.origin.written} ({setting.origin.where})" for setting in on.values())
+        layer.problems.append(f"{places} are both on: switch one of them off")
+    elif on:
+        precision, setting = next(iter(on.items()))
+        layer.put("mixed_precision", precision, setting.origin)
+    elif found and not any(values.is_auto(setting.value) for setting in found.values()):
+        layer.put("mixed_precision", "no", next(iter(found.values())).origin)
+
+
+def _combine_cpu_offload(layer: Layer) -> None:
+    setting = layer.take(CPU_OFFLOAD)
+    if setting is not None and setting.value is True:
+        layer.put("offload_optimizer_device", "cpu", setting.origin)
+
+
+def read_accelerate(document: Document) -> list[Layer]:
+    """An Accelerate YAML (or its JSON form) with its deepspeed_config or fsdp_config section."""
+    layer = Layer()
+    data = document.data
+    top = {key: value for key, value in data.items() if key not in SECTIONS}
+    read_keys(Document(data=top, label=document.label, file=document.file, lines=document.lines), TOP_KEYS, layer)
+    layer.notes = [note for note in layer.notes if not note.endswith("used by the launcher")]
+    kind = str(data.get("distributed_type", "NO"))
+    origin = Origin(
+        label=document.label, file=document.file, line=document.line(("distributed_type",)), written="distributed_type"
+    )
+    if data.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        layer.problems.append(
+            f"{document.label}: compute_environment is {data['compute_environment']!r}: "
+            "only LOCAL_MACHINE is supported"
+        )
+    if kind not in (*DISTRIBUTED_TYPES, *OTHER_ACCELERATORS):
+        layer.problems.append(
+            f"{origin.where}: distributed_type is {kind!r}: expected one of {', '.join(DISTRIBUTED_TYPES)}"
+        )
+    for section in SECTIONS:
+        if data.get(section) is not None and not isinstance(data[section], Mapping):
+            layer.problems.append(f"{document.label}: {section} is {data[section]!r}: expected a section with keys")
+            return [layer]
+    if kind == "FSDP":
+        if "fsdp_config" in data:
+            _read_fsdp(document.part("fsdp_config"), layer)
+        if "zero_stage" not in layer.settings:
+            layer.put("zero_stage", 3, origin)
+        return [layer]
+    if data.get("deepspeed_config"):
+        section = document.part("deepspeed_config")
+        read_keys(section, {**DEEPSPEED_SECTION_KEYS, **OWN_KEYS}, layer, section="deepspeed_config.")
+        _combine_cpu_offload(layer)
+    elif kind != "DEEPSPEED":
+        layer.put("zero_stage", 0, origin)
+    return _with_json(layer, document)
+
+
+def read_accelerate_dict(data: Mapping[str, Any], label: str) -> list[Layer]:
+    return read_accelerate(from_dict(dict(data), label))
+
+
+def _with_json(layer: Layer, document: Document) -> list[Layer]:
+    """Add the JSON that ``deepspeed_config_file`` names; a value that differs between the two is a problem."""
+    pointer = layer.take(DEEPSPEED_CONFIG_FILE)
+    if pointer is None or values.is_auto(pointer.value) or pointer.value.lower() == "none":
+        return [layer]
+    path = Path(pointer.value).expanduser()
+    if not path.is_file() and document.file is not None and not path.is_absolute():
+        beside = Path(document.file).parent / path  # Accelerate looks in the current folder only
+        path = beside if beside.is_file() else path
+    try:
+        json_layer = read_deepspeed(load_document(path))
+    except ZeroConfigError as error:
+        layer.problems += [f"{pointer.origin.where}: deepspeed_config_file: {problem}" for problem in error.problems]
+        return [layer]
+    for name, setting in json_layer.settings.items():
+        other = layer.settings.get(name)
+        if (
+            other is None
+            or other.value == setting.value
+            or values.is_auto(other.value)
+            or values.is_auto(setting.value)
+        ):
+            continue
+        if setting.origin.line is None and setting.origin.reason is not None:
+            continue  # the JSON does not say it, DeepSpeed's default does
+        json_layer.problems.append(
+            f"{name} differs: {other.origin.where} says {other.value!r}, {setting.origin.where} says "
+            f"{setting.value!r}: remove it from one of the two files"
+        )
+    if "zero_stage" in layer.settings and json_layer.settings["zero_stage"].origin.reason is not None:
+        json_layer.settings.pop("zero_stage")
+        json_layer.notes = [note for note in json_layer.notes if "zero_optimization.stage" not in note]
+    return [layer, json_layer]
+
+
+def _read_fsdp(section: Document, layer: Layer) -> None:
+    """FSDP's strategies are ZeRO stages: FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0."""
+    named = {key if key.startswith("fsdp") else f"fsdp_{key}": key for key in section.data}
+    renamed = Document(
+        data={name: section.data[key] for name, key in named.items()},
+        label=section.label,
+        file=section.file,
+        lines={(name,): section.lines[(key,)] for name, key in named.items() if (key,) in section.lines},
+    )
+    read_keys(renamed, FSDP_KEYS, layer, section="fsdp_config.")
+    strategy, reshard, offload = (layer.take(name) for name in (FSDP_STRATEGY, FSDP_RESHARD, FSDP_OFFLOAD))
+    chosen = (
+        reshard if reshard is not None and str(section.data.get("fsdp_version", 1)) == "2" else strategy or reshard
+    )
+    if chosen is not None and not values.is_auto(chosen.value):
+        if isinstance(chosen.value, bool):
+            stage = 3 if chosen.value else 2
+        else:
+            stage = _STAGE_OF_STRATEGY[chosen.value]
+        reason = f"{chosen.origin.written} {chosen.value} is ZeRO stage {stage}"
+        layer.put("zero_stage", stage, Origin(**{**chosen.origin.to_dict(), "reason": reason}))
+        if str(chosen.value).startswith("HYBRID"):
+            layer.notes.append(
+                f"{chosen.origin.where}: {chosen.value} shards over all ranks here, not only inside each machine: "
+                "less memory, more traffic between machines, the same numbers"
+            )
+    if offload is not None and offload.value is True:
+        layer.put("offload_optimizer_device", "cpu", offload.origin)
+        layer.put("offload_param_device", "cpu", offload.origin)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -54,9 +54,6 @@ class ZeroConfig:
     no_sync: str = "reduce"
     reduce_bucket_size: Size | Auto = 500_000_000
     allgather_bucket_size: Size | Auto = 500_000_000
-    zero_hpz_partition_size: int = 1
-    zero_quantized_weights: bool = False
-    zero_quantized_gradients: bool = False
     hang_timeout_s: float = 120.0
 
     # Stage 3 schedule. A unit travels in one collective, so small parameters ride along for free and keeping
@@ -121,9 +118,25 @@ class ZeroConfig:
         origins.update({name: origin or Origin(label="argument") for name in changes if changes[name] is not None})
         return dataclasses.replace(self, **changes, origins=origins)
 
+    def with_notes(self, notes: Iterable[str]) -> "ZeroConfig":
+        return dataclasses.replace(self, notes=(*self.notes, *notes))
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        return cls.__dataclass_fields__[name].default
+
     def is_set(self, name: str) -> bool:
         """Whether somebody wrote this value (True), or it is the default (False)."""
         return name in self.origins
+
+    def chosen(self) -> tuple[str, ...]:
+        """The fields that somebody set, in a file or (without an origin) in Python."""
+        derived = ("zero3_init_flag",)
+        return tuple(
+            name
+            for name in FIELD_NAMES
+            if self.is_set(name) or (name not in derived and getattr(self, name) != self.default(name))
+        )
 
     def where(self, name: str) -> str:
         """The place a value came from, for messages: "zero3.yaml:7", "argument" or "default"."""
@@ -141,16 +154,10 @@ class ZeroConfig:
     def to_json(self) -> str:
         """One line of JSON for an environment variable: the values that were set, their origins, the notes."""
         content = {
-            "values": {name: getattr(self, name) for name in FIELD_NAMES if self.is_set(name)},
+            "values": {name: getattr(self, name) for name in self.chosen()},
             "origins": {name: origin.to_dict() for name, origin in self.origins.items()},
             "notes": list(self.notes),
         }
-        # A value that differs from the default without an origin was set in Python.
-        for spec in fields(self):
-            if spec.name in FIELD_NAMES and not self.is_set(spec.name):
-                value = getattr(self, spec.name)
-                if value != spec.default and spec.name != "zero3_init_flag":
-                    content["values"][spec.name] = value
         return json.dumps(content, sort_keys=True)
 
     @classmethod

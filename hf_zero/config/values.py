@@ -39,6 +39,11 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
+def is_true(value: Any) -> bool:
+    """Whether a switch in an environment variable is on; anything unreadable is off."""
+    return isinstance(value, str) and value.strip().lower() in _TRUE
+
+
 def to_float(value: Any) -> float:
     """A number, or a number written as text: YAML reads 5e8 as a string."""
     if isinstance(value, bool):
@@ -82,6 +87,23 @@ def to_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("expected text")
     return value.strip()
+
+
+def to_lower(value: Any) -> str:
+    return to_text(value).lower()
+
+
+def to_precision(value: Any) -> str:
+    """``mixed_precision``: YAML reads an unquoted ``no`` as false."""
+    if value is False:
+        return "no"
+    return to_lower(value)
+
+
+def to_path(value: Any) -> str | None:
+    """A folder; Accelerate writes "none" for no folder."""
+    text = to_text(value)
+    return None if text.lower() in ("none", "null", "") else text
 
 
 def to_mapping(value: Any) -> dict[str, Any]:

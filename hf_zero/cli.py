@@ -1,0 +1,33 @@
+"""The ``hf-zero`` command: one line per subcommand, each in a module of its own."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+# name -> (module with a main(argv) -> exit status, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "launch": ("hf_zero.launcher", "start a training script on several ranks (takes what accelerate launch takes)"),
+}
+
+
+def _usage() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "usage: hf-zero COMMAND ...\n\ncommands:\n" + "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        print(f"hf-zero: unknown command {words[0]!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[words[0]]
+    return importlib.import_module(module).main(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Starts the ranks of a run: behind ``hf-zero launch``, and behind the literal ``accelerate launch`` of a ZeRO YAML.
+
+Both ways end in ``launch_ranks``, which reads the configuration, exports it, and hands over to Accelerate's
+torchrun launcher. DeepSpeed is never imported and its variables never reach the ranks.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hf_zero.config.schema import ZeroConfig
+from hf_zero.environment import USE_DEEPSPEED, exported, has_accelerator
+from hf_zero.errors import ZeroError, ZeroLaunchError
+from hf_zero.launch_arguments import config_file_of, config_of_command, parse_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """``hf-zero launch``: every option of ``accelerate launch``."""
+    from accelerate.commands.launch import _validate_launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    args = parse_command(argv)
+    try:
+        config = config_of_command(args)  # before Accelerate reads the file: our messages name lines
+        _settle_processes(args)
+        args, _, _ = _validate_launch_command(args)
+        launch_ranks(args, config)
+    except (ZeroError, ValueError, FileNotFoundError, ConnectionError) as error:
+        print(f"hf-zero launch: {error}", file=sys.stderr)
+        return 2
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def launch_from_accelerate(args: argparse.Namespace) -> None:
+    """Stands in for Accelerate's DeepSpeed launcher, which cannot run where DeepSpeed is not installed."""
+    try:
+        config = config_of_command(args)
+        _check_machines(args)
+    except ZeroError as error:
+        raise SystemExit(f"hf_zero: {error}") from None
+    print(
+        f"hf_zero: DeepSpeed is not installed, hf_zero runs this ZeRO stage {config.zero_stage} job itself "
+        "(HF_ZERO_LAUNCH_HOOK=0 switches this off)",
+        flush=True,
+    )
+    launch_ranks(args, config)
+
+
+def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> None:
+    """Start the ranks that validated ``args`` ask for, with ``config`` in their environment; waits for their end."""
+    from accelerate.commands.launch import multi_gpu_launcher
+    from accelerate.utils import patch_environment
+
+    _check_foreign(args)
+    _check_machines(args)
+    use_cpu = bool(args.cpu or getattr(args, "use_cpu", False)) or not has_accelerator()
+    if use_cpu:
+        _share_cores(args)
+    if config.is_set("mixed_precision"):
+        args.mixed_precision = config.mixed_precision
+    # Accelerate's launcher picks its path from these; the ranks are plain torchrun ranks.
+    args.multi_gpu, args.use_deepspeed, args.use_fsdp = True, False, False
+    os.environ.pop(USE_DEEPSPEED, None)
+    with patch_environment(**exported(config, use_cpu=use_cpu)):
+        multi_gpu_launcher(args)
+
+
+def _settle_processes(args: argparse.Namespace) -> None:
+    """Without a file and without --num_processes Accelerate counts GPUs: on a machine with none that is zero."""
+    if args.num_processes is None and config_file_of(args) is None and (args.cpu or not has_accelerator()):
+        args.num_processes = 1
+    if args.multi_gpu and args.num_processes == 1:
+        args.multi_gpu = False  # Accelerate refuses the pair; one rank needs no flag
+
+
+def _check_foreign(args: argparse.Namespace) -> None:
+    for name, what in (("tpu", "TPU"), ("use_megatron_lm", "Megatron-LM")):
+        if getattr(args, name, False):
+            raise ZeroLaunchError(f"{what} runs are not hf_zero runs: start them with `accelerate launch`")
+    if getattr(args, "mpirun_hostfile", None):
+        raise ZeroLaunchError(
+            "mpirun_hostfile is set: ranks are started by torchrun, one launcher per machine; remove it and set "
+            "num_machines, machine_rank and main_process_ip"
+        )
+
+
+def _check_machines(args: argparse.Namespace) -> None:
+    """One machine: any free port unless one is named. Several: everything that the ranks need to meet."""
+    machines = args.num_machines or 1
+    args.num_machines = machines
+    processes = args.num_processes
+    if processes is None or processes < 1:
+        raise ZeroLaunchError(f"num_processes is {processes}: expected at least 1")
+    if machines == 1:
+        if not args.main_process_port:
+            # torchrun in standalone mode binds the port itself, so no other process can take it in between.
+            args.main_process_port, args.standalone = 0, True
+        return
+    foreign = args.deepspeed_multinode_launcher
+    if foreign not in (None, "standard"):
+        raise ZeroLaunchError(
+            f"deepspeed_multinode_launcher is {foreign!r}: DeepSpeed's launchers are not available; set it to "
+            "'standard' and run this command once on each machine with its own --machine_rank"
+        )
+    missing = [name for name in ("main_process_ip", "main_process_port") if not getattr(args, name)]
+    if args.machine_rank is None:
+        missing.append("machine_rank")
+    if missing:
+        raise ZeroLaunchError(
+            f"num_machines is {machines} but {' and '.join(missing)} not set: every machine must name the same "
+            "--main_process_ip and --main_process_port, and its own --machine_rank"
+        )
+    if not 0 <= int(args.machine_rank) < machines:
+        raise ZeroLaunchError(f"machine_rank is {args.machine_rank}: expected 0 to {machines - 1}")
+    if processes % machines:
+        raise ZeroLaunchError(
+            f"num_processes is {processes}, which is no multiple of num_machines {machines}: num_processes counts "
+            "the ranks of all machines together"
+        )
+
+
+def _share_cores(args: argparse.Namespace) -> None:
+    """Split the cores over the CPU ranks of this machine, unless the user has decided."""
+    if "num_cpu_threads_per_process" in getattr(args, "nondefault", set()) or "OMP_NUM_THREADS" in os.environ:
+        return
+    local_ranks = max(1, args.num_processes // args.num_machines)
+    args.num_cpu_threads_per_process = max(1, (os.cpu_count() or 1) // local_ranks)
