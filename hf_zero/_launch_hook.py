@@ -62,6 +62,6 @@ class _LaunchLoader(importlib.abc.Loader):
 
 
 def _deepspeed_launcher(args):
-    from hf_zero.launcher import launch_from_accelerate
+    from hf_zero.launcher.start import launch_from_accelerate
 
     launch_from_accelerate(args)

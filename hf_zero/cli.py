@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 # name -> (module with a main(argv) -> exit status, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "launch": ("hf_zero.launcher", "start a training script on several ranks (takes what accelerate launch takes)"),
+    "launch": (
+        "hf_zero.launcher.start",
+        "start a training script on several ranks (takes what accelerate launch takes)",
+    ),
 }
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config import values
+from hf_zero.config.documents import load_document
 from hf_zero.config.reader import build, read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroError, ZeroLaunchError
-from hf_zero.launch_arguments import config_file_of, config_of_command, parse_command
+from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_command, resolve_path
 
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
@@ -203,9 +204,6 @@ def check_ranks_started(
 
 
 def _processes_in(file: str, folder: str | None) -> int | None:
-    from hf_zero.config.documents import load_document
-    from hf_zero.launch_arguments import resolve_path
-
     try:
         return values.to_int(load_document(resolve_path(file, folder)).data.get("num_processes"))
     except (ZeroError, ValueError):

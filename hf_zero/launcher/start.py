@@ -10,15 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from hf_zero.config.schema import ZeroConfig
-from hf_zero.environment import USE_DEEPSPEED, exported, has_accelerator
+from hf_zero.launcher.environment import USE_DEEPSPEED, exported, has_accelerator
 from hf_zero.errors import ZeroError, ZeroLaunchError
-from hf_zero.launch_arguments import config_file_of, config_of_command, parse_command
+from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_command
 
 
 def main(argv: Sequence[str]) -> int:
     """``hf-zero launch``: every option of ``accelerate launch``."""
     from accelerate.commands.launch import _validate_launch_command
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = parse_command(argv)
     try:
@@ -29,9 +28,6 @@ def main(argv: Sequence[str]) -> int:
     except (ZeroError, ValueError, FileNotFoundError, ConnectionError) as error:
         print(f"hf-zero launch: {error}", file=sys.stderr)
         return 2
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
     return 0
 
 
