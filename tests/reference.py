@@ -1,7 +1,8 @@
-"""Two training loops over the same micro-batches: DistributedDataParallel as the measure, and hf_zero.
+"""Two training loops over the same micro-batches, stock and hf_zero, and the comparison of what they did.
 
-Both return a `Trace`. Its norms are taken before clipping; the DDP loop computes them in double precision, because
-the stock fp32 norm is itself inexact on CPU.
+The stock loop is DistributedDataParallel, or (where DDP itself cannot run a shape) a plain model whose gradients are
+averaged over ranks before each step, which is the same arithmetic. Its norms are computed in double precision,
+because the stock fp32 norm is itself inexact on CPU.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 # Where a true gradient is zero (a bias before a softmax), Adam with a tiny eps turns rounding noise into full steps.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, eps=1e-4)
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
+STAGES = (0, 1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,34 +41,50 @@ class Plan:
             yield range(first, first + size)
             first += size
 
+    def exact(self, stage):
+        """Whether sums have one order only: two ranks, no clipping, micro-batches added before ranks."""
+        return dist.get_world_size() == 2 and self.clip is None and (self.accumulation == 1 or stage < 2)
+
 
 @dataclasses.dataclass(kw_only=True)
 class Trace:
-    """What one rank saw: the loss of each micro-batch, the norm of each step, and the weights at the end."""
+    """What one rank saw: the loss of each micro-batch, the norm before each clipping, the weights at the end."""
 
     losses: list = dataclasses.field(default_factory=list)
     norms: list = dataclasses.field(default_factory=list)
     weights: dict = dataclasses.field(default_factory=dict)
 
 
-def model_loss(model, batch):
-    return model(**batch).loss
+def plain_micro(model, batch, backward):
+    """One micro-batch of a Hugging Face model; other shapes bring a function like this one."""
+    loss = model(**batch).loss
+    backward(loss)
+    return loss
 
 
-def train_ddp(model, make_optimizer, batches, plan=None, *, loss_of=model_loss, before_step=None, **ddp_options):
-    """Train under stock DDP; `batches(n)` gives this rank's n-th micro-batch, `before_step(n, model)` may meddle."""
-    plan = plan or Plan()
-    ddp = DistributedDataParallel(model, **ddp_options)
+def no_change(step, model):
+    """What happens before a step, where nothing does."""
+
+
+def _backward_of_mean(backward, size, loss, **options):
+    backward(loss / size, **options)
+
+
+def train_stock(model, make_optimizer, batches, plan, *, ddp=None, micro=plain_micro, before_step=no_change):
+    """Train without hf_zero; `ddp` holds options of DistributedDataParallel, None means averaging by hand."""
+    wrapped = model if ddp is None else DistributedDataParallel(model, **ddp)
     optimizer = make_optimizer(model.parameters())
     trace = Trace()
     for step, window in enumerate(plan.windows()):
-        if before_step is not None:
-            before_step(step, model)
+        before_step(step, model)
+        backward = functools.partial(_backward_of_mean, torch.Tensor.backward, len(window))
         for number in window:
-            with ddp.no_sync() if number != window[-1] else contextlib.nullcontext():
-                loss = loss_of(ddp, batches(number))
-                (loss / len(window)).backward()
+            local = ddp is not None and number != window[-1]
+            with wrapped.no_sync() if local else contextlib.nullcontext():
+                loss = micro(wrapped, batches(number), backward)
             trace.losses.append(loss.item())
+        if ddp is None:
+            average_gradients(model)
         trace.norms.append(double_norm(model))
         if plan.clip is not None:
             clip_by_norm(model, trace.norms[-1], plan.clip)
@@ -76,19 +94,17 @@ def train_ddp(model, make_optimizer, batches, plan=None, *, loss_of=model_loss, 
     return trace
 
 
-def train_zero(model, make_optimizer, batches, plan=None, *, config, loss_of=model_loss, before_step=None):
+def train_zero(model, make_optimizer, batches, plan, *, config, micro=plain_micro, before_step=no_change):
     """Train by hf_zero with the same arguments."""
-    plan = plan or Plan()
     optimizer = make_optimizer(model.parameters())
     engine = hf_zero.shard(model, optimizer, config)
     trace = Trace()
     for step, window in enumerate(plan.windows()):
-        if before_step is not None:
-            before_step(step, model)
+        before_step(step, model)
+        backward = functools.partial(_backward_of_mean, engine.backward, len(window))
         for number in window:
             with engine.no_sync() if number != window[-1] else contextlib.nullcontext():
-                loss = loss_of(model, batches(number))
-                engine.backward(loss / len(window))
+                loss = micro(model, batches(number), backward)
             trace.losses.append(loss.item())
         trace.norms.append(float(engine.clip_grad_norm_(math.inf if plan.clip is None else plan.clip)))
         optimizer.step()
@@ -102,8 +118,18 @@ def whole_weights(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def average_gradients(model):
+    """The mean over ranks; a parameter that only some ranks used counts as zero on the others."""
+    for p in model.parameters():
+        used = torch.tensor(float(p.grad is not None))
+        dist.all_reduce(used)
+        if used > 0:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
 def double_norm(model):
-    """The norm of the gradients in double precision."""
     squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
     return math.sqrt(sum(squares))
 
@@ -117,26 +143,64 @@ def clip_by_norm(model, norm, limit):
 
 
 def compare(ours, stock, what, *, exact=False, tolerance=1e-6):
-    """Fail, naming `what`, unless two traces agree: bit by bit, or losses and weights to a tolerance."""
-    assert ours.weights.keys() == stock.weights.keys(), f"{what}: {ours.weights.keys() ^ stock.weights.keys()}"
+    """Fail, naming `what`, unless two traces agree; return the largest differences of losses, norms and weights."""
+    worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
     for number, (mine, theirs) in enumerate(zip(ours.losses, stock.losses, strict=True)):
+        worst["loss"] = max(worst["loss"], abs(mine - theirs))
         near = mine == theirs if exact else abs(mine - theirs) <= tolerance * max(1.0, abs(theirs))
         assert near, f"{what}: loss of micro-batch {number} is {mine!r}, not {theirs!r}"
     for step, (mine, theirs) in enumerate(zip(ours.norms, stock.norms, strict=True)):
-        assert abs(mine - theirs) <= 1e-6 * theirs, f"{what}: gradient norm of step {step} is {mine!r}, not {theirs!r}"
+        worst["norm"] = max(worst["norm"], abs(mine - theirs) / max(theirs, 1e-12))
+        near = abs(mine - theirs) <= 1e-6 * theirs
+        assert near, f"{what}: gradient norm of step {step} is {mine!r}, not {theirs!r}"
+    assert ours.weights.keys() == stock.weights.keys(), f"{what}: {ours.weights.keys() ^ stock.weights.keys()}"
     for name, weight in stock.weights.items():
         mine = ours.weights[name]
-        assert mine.dtype == weight.dtype and mine.shape == weight.shape, (
-            f"{what}: {name} is {mine.dtype} {mine.shape}"
-        )
-        apart = (mine.double() - weight.double()).abs().max().item()
+        kinds = (mine.dtype, mine.shape), (weight.dtype, weight.shape)
+        assert kinds[0] == kinds[1], f"{what}: {name} is {kinds[0]}, not {kinds[1]}"
+        apart = (mine.double() - weight.double()).abs().max().item() if weight.numel() else 0.0
+        worst["weight"] = max(worst["weight"], apart)
         near = torch.equal(mine, weight) if exact else apart <= tolerance
         assert near, f"{what}: {name} differs by {apart:.3e}"
+    return worst
 
 
-def check_ranks_agree(trace, what):
+def check_ranks_agree(weights, what):
     """Fail unless every rank ends with the same weights."""
-    for name, weight in trace.weights.items():
+    for name, weight in weights.items():
         first = weight.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, weight), f"{what}: {name} differs between ranks"
+
+
+def check_stages(
+    build,
+    batches,
+    plan=None,
+    *,
+    optimizer=SGD,
+    stages=STAGES,
+    exact=None,
+    tolerance=1e-6,
+    ddp=None,
+    config=None,
+    micro=plain_micro,
+    before_step=no_change,
+):
+    """Inside ranks: train one model under the stock loop and at each stage; return each stage's largest differences.
+
+    `build()` makes the same model every time and `batches(rank, number)` gives a rank's micro-batch.
+    """
+    plan = plan or Plan()
+    mine = functools.partial(batches, dist.get_rank())
+    shape = {"micro": micro, "before_step": before_step}
+    stock = train_stock(build(), optimizer, mine, plan, ddp=ddp, **shape)
+    assert all(norm > 0 for norm in stock.norms), f"the reference does not train: norms {stock.norms}"
+    worst = {}
+    for stage in stages:
+        zero = hf_zero.ZeroConfig(zero_stage=stage, **(config or {}))
+        ours = train_zero(build(), optimizer, mine, plan, config=zero, **shape)
+        bitwise = plan.exact(stage) if exact is None else exact
+        worst[stage] = compare(ours, stock, f"stage {stage}", exact=bitwise, tolerance=tolerance)
+        check_ranks_agree(ours.weights, f"stage {stage}")
+    return worst
