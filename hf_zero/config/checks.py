@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hf_zero.config.schema import ZeroConfig
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "mixed_precision": ("no", "bf16", "fp16"),
     "communication_data_type": ("fp32", "bf16", "fp16"),
     "grad_accum_dtype": ("fp32",),
@@ -71,8 +71,8 @@ def _value_problem(name: str, value: Any) -> str | None:
     """What is wrong with one value, as "expected ...", or None."""
     if name in _OPTIONAL and value is None:
         return None
-    if name in _CHOICES and value not in _CHOICES[name]:
-        return "expected " + " or ".join(repr(choice) for choice in _CHOICES[name])
+    if name in CHOICES and value not in CHOICES[name]:
+        return "expected " + " or ".join(repr(choice) for choice in CHOICES[name])
     if name in _BOOLEANS and not isinstance(value, bool):
         return "expected True or False"
     if name in _INTEGERS:
@@ -99,7 +99,7 @@ def field_problems(config: "ZeroConfig") -> list[str]:
             "zero_stage",
             "expected 0 (nothing sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
         )
-    for name in (*_CHOICES, *_BOOLEANS, *_INTEGERS, *_SIZES):
+    for name in (*CHOICES, *_BOOLEANS, *_INTEGERS, *_SIZES):
         expected = _value_problem(name, getattr(config, name))
         if expected is not None:
             report(name, expected)

@@ -50,9 +50,9 @@ def read_source(source: Any, label: str = "dict") -> list[Layer]:
     if isinstance(source, ZeroConfig):
         return [_layer_of(source)]
     if isinstance(source, Mapping):
-        return _read_document(from_dict(dict(source), label), is_file=False)
+        return read_document(from_dict(dict(source), label))
     if isinstance(source, (str, os.PathLike)):
-        return _read_document(load_document(source), is_file=True)
+        return read_document(load_document(source))
     raise ZeroConfigError(
         f"cannot read a configuration from {type(source).__name__}: "
         "pass a path to a JSON or YAML file, a dict or a ZeroConfig"
@@ -109,9 +109,9 @@ def _flat_layer(document: Document) -> Layer:
     return layer
 
 
-def _read_document(document: Document, *, is_file: bool) -> list[Layer]:
+def read_document(document: Document) -> list[Layer]:
     """The layers of one file, weakest first (a YAML that names a JSON gives two)."""
-    kind = _kind_of(document, is_file=is_file)
+    kind = _kind_of(document)
     if kind == "deepspeed":
         return [read_deepspeed(document)]
     if kind == "accelerate":
@@ -119,14 +119,14 @@ def _read_document(document: Document, *, is_file: bool) -> list[Layer]:
     return _with_json(_flat_layer(document), document)
 
 
-def _kind_of(document: Document, *, is_file: bool) -> str:
+def _kind_of(document: Document) -> str:
     keys = set(document.data)
     if keys & (set(TOP_KEYS) | set(SECTIONS)) - {"mixed_precision", "fp16"}:
         return "accelerate"
     deepspeed_names = {path.split(".")[0] for path in DEEPSPEED_KEYS} | {"hf_zero"}
     if keys & (deepspeed_names - set(FLAT_KEYS)):
         return "deepspeed"
-    return "deepspeed" if is_file and str(document.file).endswith(".json") else "flat"
+    return "deepspeed" if str(document.file).endswith(".json") else "flat"
 
 
 def read_deepspeed(document: Document) -> Layer:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from hf_zero.config.schema import ZeroConfig
-from hf_zero.launcher.environment import USE_DEEPSPEED, exported, has_accelerator
 from hf_zero.errors import ZeroError, ZeroLaunchError
 from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_command
+from hf_zero.launcher.environment import USE_DEEPSPEED, exported, has_accelerator
 
 
 def main(argv: Sequence[str]) -> int:

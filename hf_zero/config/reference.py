@@ -1,0 +1,146 @@
+"""Writes docs/configuration.md from the tables that the reader uses: ``python -m hf_zero.config.reference FILE``.
+
+With ``--check`` it only compares, and ends with status 1 where the page is stale.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hf_zero.config import values
+from hf_zero.config.checks import CHOICES
+from hf_zero.config.consistency import Claim, check_consistency
+from hf_zero.config.fields import DESCRIPTIONS
+from hf_zero.config.keys import DEEPSPEED_KEYS, Key
+from hf_zero.config.keys_accelerate import DEEPSPEED_SECTION_KEYS, FSDP_KEYS, OWN_KEYS, TOP_KEYS
+from hf_zero.config.origin import Origin
+from hf_zero.config.schema import FIELD_NAMES, ZeroConfig
+from hf_zero.errors import ZeroConfigError
+
+
+_COMMAND = "python -m hf_zero.config.reference docs/configuration.md"
+
+_HEAD = f"""# Configuration
+
+<!-- Written by `{_COMMAND}`; change the tables in hf_zero/config, not this page. -->
+
+A run has one `ZeroConfig`. It is read from what you already have: a DeepSpeed JSON, an Accelerate YAML with a
+`deepspeed_config` or `fsdp_config` section, training arguments, or keyword arguments. Strongest first: explicit
+arguments, the launcher's environment, DeepSpeed JSON, Accelerate YAML.
+
+`hf-zero config zero3.yaml --args --gradient_accumulation_steps 8` prints every value, where it comes from and what
+it does, or every error with file, line and fix.
+
+A rank finds its configuration in this order: explicit arguments, `HF_ZERO_CONFIG` (written by the launcher),
+`HF_ZERO_CONFIG_FILE` (a path, for plain `torchrun` and `python`), `ACCELERATE_DEEPSPEED_*`, the launcher's command
+line.
+
+Sizes may be written as a count of elements (`5e8`) or in bytes (`"25MB"`, `"64MiB"`). A key in no table is an error
+that names the nearest known key.
+"""
+
+_ACCUMULATION = """## Gradient accumulation: every combination
+
+`gradient_accumulation_steps` may stand in the Accelerate YAML, in the DeepSpeed JSON and in the training arguments.
+`"8"` and `8` are the same, and so are `auto` and a key that is not there. The same rule holds for
+`gradient_clipping` (`max_grad_norm`), `train_micro_batch_size_per_gpu` (`per_device_train_batch_size`),
+`train_batch_size` and `mixed_precision`.
+"""
+
+
+def page() -> str:
+    """The whole of docs/configuration.md."""
+    return "\n".join([_HEAD, _fields(), _ACCUMULATION, _accumulation(), keys_page()])
+
+
+def keys_page() -> str:
+    """Every key of every file format with its treatment."""
+    parts = [
+        ("Keys of a DeepSpeed JSON", DEEPSPEED_KEYS),
+        ("Keys of `deepspeed_config` in an Accelerate YAML", {**DEEPSPEED_SECTION_KEYS, **OWN_KEYS}),
+        ("Keys of `fsdp_config` in an Accelerate YAML", FSDP_KEYS),
+        ("Top level of an Accelerate YAML", TOP_KEYS),
+    ]
+    return "\n".join(f"## {title}\n\n{_keys(table)}" for title, table in parts)
+
+
+def _keys(table: Mapping[str, Key]) -> str:
+    lines = ["| key | treatment | what it means here |", "| --- | --- | --- |"]
+    for path, key in table.items():
+        lines.append(f"| `{path}` | {key.treatment} | {_meaning(key)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(key: Key) -> str:
+    if key.field is None:
+        return str(key.refusal or key.note)
+    target = "" if key.field.startswith("_") or key.field == key.path.rsplit(".", 1)[-1] else f" (`{key.field}`)"
+    return key.doc + target
+
+
+def _fields() -> str:
+    lines = [
+        "## Fields of `ZeroConfig`",
+        "",
+        "| field | default | values | what it does |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in FIELD_NAMES:
+        default = ZeroConfig.default(name)
+        choices = ", ".join(f"`{choice}`" for choice in CHOICES.get(name, ())) or _kind(default)
+        shown = f"{default:g}" if isinstance(default, (int, float)) and not isinstance(default, bool) else default
+        lines.append(f"| `{name}` | `{shown}` | {choices} | {DESCRIPTIONS[name]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(default: object) -> str:
+    if isinstance(default, bool):
+        return "`true`, `false`"
+    if isinstance(default, (int, float)) or default == values.AUTO:
+        return "number"
+    return ""
+
+
+def accumulation_outcome(yaml: object, json: object, args: object) -> int | str:
+    """The steps that result, "conflict" where sources differ, or "default" where nobody says anything."""
+    sources = (("YAML", yaml), ("JSON", json), ("args", args))
+    claims = [
+        Claim(name="gradient_accumulation_steps", value=values.to_int(value), origin=Origin(label=label))
+        for label, value in sources
+        if value is not None and not values.is_auto(value)
+    ]
+    try:
+        agreed = check_consistency(claims)
+    except ZeroConfigError:
+        return "conflict"
+    return agreed["gradient_accumulation_steps"].value if agreed else "default"
+
+
+def _accumulation() -> str:
+    lines = ["| YAML | JSON | arguments | outcome |", "| --- | --- | --- | --- |"]
+    for yaml, json, args in itertools.product((values.AUTO, 8, 4), repeat=3):
+        outcome = accumulation_outcome(yaml, json, args)
+        text = {"conflict": "error that names both places", "default": "1"}.get(str(outcome), str(outcome))
+        lines.append(f"| {yaml} | {json} | {args} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write or check the configuration page.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    wanted = page()
+    if not options.check:
+        options.file.write_text(wanted, encoding="utf-8")
+        return 0
+    if options.file.is_file() and options.file.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(f"{options.file} is stale: run `{_COMMAND}`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
