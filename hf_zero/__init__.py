@@ -1,0 +1,28 @@
+"""ZeRO-1/2/3 for transformers, accelerate and TRL."""
+
+from __future__ import annotations
+
+import importlib
+
+
+__version__ = "0.1.0"
+
+# Imported on first use: the launcher and the command line must not pay for torch and transformers.
+_HOMES = {
+    "ZeroConfig": "hf_zero.config",
+    "ZeroEngine": "hf_zero.engine",
+    "shard": "hf_zero.engine",
+    "gathered_parameters": "hf_zero.unit",
+    "ZeroPlugin": "hf_zero.integrations.accelerate",
+    "ZeroAccelerator": "hf_zero.integrations.accelerate",
+    "ZeroTrainingArguments": "hf_zero.integrations.transformers",
+    "ZeroTrainerMixin": "hf_zero.integrations.transformers",
+    "ZeroTrainer": "hf_zero.integrations.transformers",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hf_zero' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,157 @@
+"""The only caller of torch.distributed collectives: the moves between placements, on flat tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending:
+    """A collective under way. `wait` returns its result and may be called any number of times."""
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result = self._finish()
+            self._works, self._finish = [], None
+        assert self._result is not None
+        return self._result
+
+
+def _done(tensor: Tensor) -> Pending:
+    return Pending([], lambda: tensor)
+
+
+class Communicator:
+    """The collectives of one data-parallel group, with a count of calls and of bytes that this rank sends.
+
+    On gloo the moves are point-to-point messages straight into their final place: gloo's own reduce-scatter is an
+    all-reduce (twice the bytes), and the sum over ranks is made here in rank order, in fp32, so that it is the same
+    on every run. NCCL uses its own collectives.
+
+    Gathers and reductions have separate process groups: a rank on which some parameter got no gradient starts its
+    reduction later than the others, and must not meet their gathers on the same channel.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes_sent: Counter[str] = Counter()
+        if not dist.is_initialized():
+            self.rank, self.world_size, self.backend = 0, 1, "none"
+            return
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+        self.backend = dist.get_backend(self._group)
+        self._ranks = dist.get_process_group_ranks(self._group)
+        self._reduce_group = dist.new_group(self._ranks) if self.world_size > 1 else self._group
+
+    @property
+    def _point_to_point(self) -> bool:
+        return self.backend == "gloo"
+
+    def _count(self, kind: str, sent: int) -> None:
+        self.calls[kind] += 1
+        self.bytes_sent[kind] += sent
+
+    def all_gather(self, flat: Tensor) -> Pending:
+        """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there."""
+        if self.world_size == 1:
+            return _done(flat)
+        slices = flat.chunk(self.world_size)
+        own = slices[self.rank]
+        self._count("all_gather", own.nbytes * (self.world_size - 1))
+        if self._point_to_point:
+            works = self._exchange([own] * self.world_size, list(slices), self._group)
+            return Pending(works, lambda: flat)
+        work = _all_gather_single(flat, own, group=self._group, async_op=True)
+        return Pending([work], lambda: flat)
+
+    def reduce_scatter(self, flat: Tensor) -> Pending:
+        """Sum `flat` over ranks; the result is this rank's slice, in fp32 at least. `flat` is overwritten."""
+        if self.world_size == 1:
+            return _done(_widen(flat))
+        slices = flat.chunk(self.world_size)
+        self._count("reduce_scatter", slices[0].nbytes * (self.world_size - 1))
+        if not self._point_to_point and flat.dtype == torch.float32:
+            out = torch.empty_like(slices[self.rank])
+            work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
+            return Pending([work], lambda: out)
+        # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
+        received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
+        if self._point_to_point:
+            works = self._exchange(list(slices), received, self._reduce_group)
+        else:
+            works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
+        return Pending(works, lambda: _sum_in_order(received))
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """Sum `flat` over ranks in place."""
+        if self.world_size == 1:
+            return _done(flat)
+        self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
+        work = dist.all_reduce(flat, group=self._reduce_group, async_op=True)
+        return Pending([work], lambda: flat)
+
+    def agree(self, values: Tensor, largest: bool = False) -> Tensor:
+        """Sum (or maximum) of a few scalars over ranks, in place: norms, overflow flags."""
+        if self.world_size > 1:
+            self._count("scalars", values.nbytes * (self.world_size - 1))
+            dist.all_reduce(values, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy `tensor` from rank `source` of the group to all ranks, in place."""
+        if self.world_size > 1:
+            self._count("broadcast", tensor.nbytes if self.rank == source else 0)
+            dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+        return tensor
+
+    def all_gather_object(self, value: object) -> list:
+        """One Python object from every rank, in rank order; for metadata and agreement on errors."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+        """Send outgoing[r] to every other rank r and receive its message into incoming[r]."""
+        works: list[dist.Work] = []
+        for step in range(1, self.world_size):
+            # Each step pairs the ranks differently, so that no rank is everybody's first target.
+            source = (self.rank - step) % self.world_size
+            target = (self.rank + step) % self.world_size
+            works.append(dist.irecv(incoming[source], src=self._ranks[source], group=group))
+            works.append(dist.isend(outgoing[target], dst=self._ranks[target], group=group))
+        return works
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = _widen(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+# torch 2.13 renamed both calls and warns at the old names; 2.11 and 2.12 know only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

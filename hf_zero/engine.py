@@ -1,0 +1,259 @@
+"""The engine: one model, its units and schedule, and the optimizers that step its masters."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from hf_zero import access, grad_norm
+from hf_zero import optimizer as optimizer_module
+from hf_zero.comm import Communicator
+from hf_zero.config import ZeroConfig
+from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.gradients import GradientBuffer
+from hf_zero.masters import MasterGroup, Untouched
+from hf_zero.partition import UnitPlan, partition
+from hf_zero.placement import STAGES, Placement
+from hf_zero.schedule import HookPoint, Schedule
+from hf_zero.unit import Unit, raise_on_access
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZeroModuleMixin:
+    """Added to the class of a prepared model, whose name and type checks stay as they were."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        engine_of(self).zero_grad()
+
+
+class ZeroEngine:
+    """Shards `model` in place over the ranks of `group` and drives it.
+
+    Args:
+        model: any module; its parameters stay the same objects and become views of flat storage.
+        config: stage, precision and limits.
+        group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded).
+        device: where flat buffers live (default: where the first parameter is).
+        trainable: False for a model that is only evaluated: no gradients, no masters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        trainable: bool = True,
+    ) -> None:
+        self.config = config
+        self.trainable = trainable
+        self.comm = Communicator(group)
+        self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
+        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        self.param_dtype = DTYPES.get(config.mixed_precision)
+        self.groups: list[MasterGroup] = []
+        self._group_of: dict[nn.Parameter, MasterGroup] = {}
+        self._untouched = Untouched()
+        self._model = weakref.ref(model)
+        plans, hooks = partition(model)
+        _broadcast_buffers(model, self.comm, self.device)
+        made = {plan: self._build_unit(plan, index) for index, plan in enumerate(plans)}
+        self.units = list(made.values())
+        self.schedule = Schedule(
+            self.units,
+            prefetch=config.overlap_comm,
+            reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
+        )
+        points = []
+        for hook in hooks:
+            units = [made[plan] for plan in hook.units]
+            reads = hook.reads_weights_in_backward
+            points.append((hook.module, HookPoint(hook.name, units, reads, is_root=hook.module is model)))
+        self._handles = self.schedule.register(points)
+        if self.param_dtype is not None:
+            self._handles.append(model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True))
+        self._collect_groups()
+        _attach(model, self)
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def _build_unit(self, plan: UnitPlan, index: int) -> Unit:
+        split: dict[tuple, dict[str, nn.Parameter]] = {}
+        for name, param in plan.params.items():
+            if access.is_prepared(param):
+                raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
+            split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
+        buffers, gradients = [], []
+        for (dtype, trainable), params in split.items():
+            buffer = FlatBuffer(
+                list(params),
+                list(params.values()),
+                dtype=self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype,
+                trainable=trainable,
+                placements=self.placements,
+                comm=self.comm,
+                device=self.device,
+            )
+            buffers.append(buffer)
+            if trainable:
+                gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type]))
+        unit = Unit(plan.name, index, buffers, gradients)
+        unit.before_access = self._before_access
+        return unit
+
+    def _before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
+        if unit.sharded and self.config.param_access == "raise":
+            raise_on_access(unit, param, operation)
+
+    def _cast_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Floating-point inputs meet weights of `param_dtype`; labels keep their precision."""
+
+        def cast(value: object) -> object:
+            is_float = isinstance(value, Tensor) and value.dtype in DTYPES.values()
+            return value.to(self.param_dtype) if is_float else value
+
+        kept = {name: value for name, value in kwargs.items() if name == "labels"}
+        return tree_map(cast, args), {**tree_map(cast, {k: v for k, v in kwargs.items() if k not in kept}), **kept}
+
+    def _collect_groups(self) -> None:
+        pieces = (piece for buffer in self.buffers for piece in buffer.pieces)
+        self.groups = list(dict.fromkeys(piece.group for piece in pieces)) + [
+            group for group in dict.fromkeys(self._group_of.values()) if not group.weight.numel()
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "the model of this engine is gone"
+        return model
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+    # -- the training loop ----------------------------------------------------------------------------------------
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
+        optimizer_module.adopt(optimizer, self.buffers, self._group_of, drop_gradients=self.schedule.drop_gradients)
+        self._collect_groups()
+        optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
+
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
+        """`loss.backward()`, leaving the engine ready for the next pass also when it fails."""
+        try:
+            loss.backward(**kwargs)
+        except BaseException:
+            self.schedule.abort()
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients of several micro-batches accumulate without (or, at stages 2 and 3, with) reduction."""
+        before, self.schedule.sync = self.schedule.sync, False
+        try:
+            yield
+        finally:
+            self.schedule.sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
+        self._finish_reductions()
+        sharded = self.placements.optimizer is Placement.SHARDED
+        norm = grad_norm.global_norm(self.groups, self.comm, sharded, float(norm_type))
+        grad_norm.clip_(self.groups, norm, float(max_norm))
+        return norm
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            group.weight.grad = None
+        self.schedule.drop_gradients()
+
+    def _finish_reductions(self) -> None:
+        # A step right after no_sync(): what was summed locally is reduced now.
+        if self.schedule.has_local_gradients:
+            self.schedule.reduce_all()
+            self.schedule._cursor = 0
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Everything that the optimizer reads is complete, and no stale value outlives the step."""
+        self._finish_reductions()
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for gradient in (gradient for unit in self.units for gradient in unit.gradients):
+            for piece, start, stop in gradient.unused_spans():
+                if id(piece.group.weight) in stepped:
+                    state = optimizer.state.get(piece.group.weight, {})
+                    self._untouched.put_aside(piece.group, state, start, stop)
+        for unit in self.units:
+            if not unit.sharded:
+                unit.unshard()
+            unit.adopt_writes()
+        self.schedule.reshard_all()
+
+    def after_step(self) -> None:
+        """The masters have changed: bring up to date whatever holds casts of them."""
+        self._untouched.put_back()
+        for unit in self.units:
+            for gradient in unit.gradients:
+                gradient.used.clear()
+        for unit in self.units:
+            if unit.holds and unit.sharded:
+                unit.restore()
+            else:
+                unit.begin_refresh()
+
+
+def _broadcast_buffers(model: nn.Module, comm: Communicator, device: torch.device) -> None:
+    """Move module buffers to the device, with rank 0's values."""
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = value = value.to(device)
+                if value.is_floating_point():
+                    comm.broadcast(value)
+
+
+def _attach(model: nn.Module, engine: ZeroEngine) -> None:
+    model.__dict__["_zero_engine"] = engine
+    base = type(model)
+    if not issubclass(base, ZeroModuleMixin):
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        model.__class__ = type(base.__name__, (ZeroModuleMixin, base), names)
+
+
+def engine_of(model: nn.Module) -> ZeroEngine | None:
+    """The engine of a prepared model, None for any other module."""
+    return model.__dict__.get("_zero_engine")
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: ZeroConfig | dict | str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> ZeroEngine:
+    """Shard `model` in place, and the state of `optimizer`, for a plain torch loop.
+
+    The loop stays as it is but for `engine.backward(loss)` and `engine.clip_grad_norm_(max_norm)`; `optimizer.step()`
+    and `optimizer.zero_grad()` are called on the user's own optimizer. Call it on every rank, after
+    `torch.distributed.init_process_group`. Raises ValueError for an optimizer that holds other parameters than the
+    model's or is not elementwise.
+    """
+    resolved = config if isinstance(config, ZeroConfig) else ZeroConfig.from_any(config or {})
+    engine = ZeroEngine(model, resolved, group=group, device=device)
+    if optimizer is not None:
+        engine.attach_optimizer(optimizer)
+    return engine

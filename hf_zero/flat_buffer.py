@@ -1,0 +1,157 @@
+"""A set of parameters in one storage, this rank's part of them at rest, and the moves between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import access
+from hf_zero.comm import Communicator, Pending
+from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
+from hf_zero.masters import MasterGroup, Piece
+from hf_zero.placement import Placement, Placements
+
+
+class FlatBuffer:
+    """Parameters of one dtype and one `requires_grad`, lying end to end in the storage of `full`.
+
+    Every parameter is a view of `full`, forever: autograd saves views of the same storage, so unsharding must bring
+    the values back to the place where forward saw them. Released means that the storage has zero bytes; the views
+    keep their shapes.
+
+    At rest a rank keeps `[begin, end)` of the range: in fp32 master groups where the parameters are trained
+    (`pieces`), in `frozen_rest` where they are frozen and sharded, and nowhere but in `full` where they are frozen and
+    replicated.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        trainable: bool,
+        placements: Placements,
+        comm: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.names, self.params = list(names), list(params)
+        self.dtype, self.trainable, self.comm = dtype, trainable, comm
+        self.sharded = placements.parameter is Placement.SHARDED
+        self.layout = FlatLayout([p.shape for p in params], comm.world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
+        owns_slice = (placements.optimizer if trainable else placements.parameter) is Placement.SHARDED
+        self.owns_slice = owns_slice
+        self.begin, self.end = self.layout.slice_bounds(comm.rank) if owns_slice else (0, self.layout.padded_numel)
+        self.pieces: list[Piece] = []
+        self.frozen_rest: Tensor | None = None
+        self._versions: list[int] = []
+        self._absorb(device)
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def _absorb(self, device: torch.device) -> None:
+        """Take over the values of the parameters, as they are on rank 0, and make the parameters views."""
+        original = self.params[0].dtype
+        values = torch.zeros(self.layout.padded_numel, dtype=original, device=device)
+        for param, view in zip(self.params, self._views(values), strict=True):
+            view.copy_(param.detach())
+        self.comm.broadcast(values)
+        owned = values[self.begin : self.end]
+        if self.trainable:
+            master_dtype = torch.promote_types(original, torch.float32)
+            group = MasterGroup(owned.numel(), master_dtype, device)
+            group.weight.detach().copy_(owned)
+            self.pieces = [Piece(0, owned.numel(), group, 0)]
+        elif self.sharded:
+            self.frozen_rest = owned.to(self.dtype, copy=True)
+        self.full = values.to(self.dtype)
+        self._point_parameters()
+        if self.sharded:
+            self.release()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        layout = self.layout
+        spans = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
+
+    def _point_parameters(self) -> None:
+        for param, view in zip(self.params, self._views(self.full), strict=True):
+            access.point_to(param, view)
+        self._note_versions()
+
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part of `full`."""
+        return self.full[self.begin : self.end]
+
+    def release(self) -> None:
+        """Give the bytes back and keep the storage object."""
+        self.full.untyped_storage().resize_(0)
+
+    def abandon(self) -> None:
+        """Leave the present storage to whoever holds views of it, and go on with a new, released one.
+
+        After a read from outside a module the user may hold aliases (`weight.detach()`, a state dict) that must stay
+        valid: freeing their bytes would crash the process at the next read.
+        """
+        with torch.inference_mode(False):  # an inference tensor could not be trained afterwards
+            self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
+            self._point_parameters()
+        self.release()
+
+    def allocate(self) -> None:
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def rest(self) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, values) of what this rank keeps at rest, positions counted from `begin`."""
+        if self.frozen_rest is not None:
+            return [(0, self.end - self.begin, self.frozen_rest)]
+        return [(piece.start, piece.stop, piece.weight) for piece in self.pieces]
+
+    def gather(self) -> Pending:
+        """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
+        rest = self.rest()
+        with torch.no_grad():
+            own = self.own
+            torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
+        if self.owns_slice:
+            return self.comm.all_gather(self.full)
+        return Pending([], lambda: self.full)
+
+    def reduce(self, partial: Tensor) -> Pending:
+        """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""
+        return self.comm.reduce_scatter(partial) if self.owns_slice else self.comm.all_reduce(partial)
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """Add the mean over ranks to the gradients of the master groups."""
+        for piece in self.pieces:
+            piece.group.add_grad(piece.offset, reduced[piece.start : piece.stop], 1.0 / self.comm.world_size)
+
+    # -- writes from outside --------------------------------------------------------------------------------------
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param in self.params]
+
+    def written_in_place(self) -> bool:
+        """Whether an in-place operation has touched a parameter since the last look (`.data` is noticed elsewhere)."""
+        versions = [param._version for param in self.params]
+        changed = versions != self._versions
+        self._versions = versions
+        return changed
+
+    def adopt_writes(self) -> None:
+        """Carry values that the user wrote into `full` over to what this rank keeps at rest.
+
+        Only elements that differ from the cast of the master change, so reading costs a master no precision.
+        """
+        own = self.own
+        with torch.no_grad():
+            for start, stop, values in self.rest():
+                seen = own[start:stop]
+                values.copy_(torch.where(seen != values.to(seen.dtype), seen.to(values.dtype), values))

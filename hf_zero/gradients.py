@@ -1,0 +1,94 @@
+"""Gradients of one flat buffer: unreduced sums as they arrive, and their reduction into the master groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Pending
+from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.masters import Piece
+
+
+class GradientBuffer:
+    """Collects the gradients of a trainable buffer's parameters and reduces them over ranks.
+
+    Gradients are copied into `partial` (laid out as the parameters, in `reduce_dtype`) as autograd delivers them, so
+    that each parameter's own gradient lives only for a moment. `partial` outlives a backward pass where micro-batches
+    accumulate locally.
+    """
+
+    def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype) -> None:
+        self.buffer = buffer
+        # An fp64 model keeps its precision; everything else is reduced as configured.
+        self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
+        self.partial: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._written: set[int] = set()  # parameters with a sum in `partial`
+        self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
+        self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
+        self._pending: Pending | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter's gradient came in this backward pass."""
+        return len(self._arrived) == len(self.buffer.params)
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Take the gradient of parameter `index`; a second one in the same window is added."""
+        if self.partial is None:
+            layout = self.buffer.layout
+            make = torch.zeros if layout.has_padding else torch.empty
+            self.partial = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
+            self._views = self.buffer._views(self.partial)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if index in self._written:
+            self._views[index].add_(grad)
+        else:
+            self._views[index].copy_(grad)
+            self._written.add(index)
+        self._arrived.add(index)
+        self.used.add(index)
+
+    def begin_reduce(self) -> None:
+        """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
+        self.finish_reduce()
+        if self.partial is None:
+            self.partial = torch.zeros(
+                self.buffer.layout.padded_numel, dtype=self.reduce_dtype, device=self.buffer.full.device
+            )
+        else:
+            for index, view in enumerate(self._views):
+                if index not in self._written:
+                    view.zero_()
+        self._pending = self.buffer.reduce(self.partial)
+        self.drop()
+
+    def finish_reduce(self) -> None:
+        """Wait for a reduction under way and add its result to the gradients of the masters."""
+        if self._pending is not None:
+            self.buffer.accumulate(self._pending.wait())
+            self._pending = None
+
+    def unused_spans(self) -> Iterator[tuple[Piece, int, int]]:
+        """The parameters that got no gradient on this rank, as (piece, start, stop in its master group)."""
+        if len(self.used) == len(self.buffer.params):
+            return
+        for piece in self.buffer.pieces:
+            begin = self.buffer.begin + piece.start
+            for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
+                if span.index not in self.used:
+                    start = piece.offset + span.offset
+                    yield piece, start, start + span.numel
+
+    def end_backward(self) -> None:
+        self._arrived.clear()
+
+    def drop(self) -> None:
+        """Forget what was collected and not reduced."""
+        self.partial, self._views = None, []
+        self._written.clear()
+        self._arrived.clear()

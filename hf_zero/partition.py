@@ -1,0 +1,137 @@
+"""Finds the units of a model: repeated blocks, embeddings, the output head with the final norm, and the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """The parameters of one unit to be, by fully qualified name; a tied parameter once, under its first name."""
+
+    name: str
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class HookPlan:
+    """A module whose forward needs the given units."""
+
+    name: str
+    module: nn.Module
+    units: list[UnitPlan]
+
+    @property
+    def reads_weights_in_backward(self) -> bool:
+        """The backward of an embedding lookup needs the indices only."""
+        return type(self.module) is not nn.Embedding
+
+
+# An embedding smaller than this share of the model (position tables, token types) is not worth a collective.
+_SMALL_EMBEDDING = 0.01
+
+
+def partition(model: nn.Module) -> tuple[list[UnitPlan], list[HookPlan]]:
+    """Units in the order [rest, embeddings, blocks, head], and the modules to hook; the first hook is the model's.
+
+    Parameters that several modules share belong to the first unit that holds them; every hooked module names all
+    units that its parameters live in.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [module for module in _blocks(model) if _has_params(module)]
+    embeddings = _embeddings(model, blocks)
+    tail = _tail(model, blocks, embeddings)
+
+    owner: dict[nn.Parameter, UnitPlan] = {}
+    embedding_units = [_claim(owner, names[module], [module], names) for module in embeddings]
+    block_units = [_claim(owner, names[module], [module], names) for module in blocks]
+    tail_units = [_claim(owner, "+".join(names[module] for module in tail), tail, names)] if tail else []
+    rest = _claim(owner, "(root)", [model], names)
+
+    units = [unit for unit in [rest, *embedding_units, *block_units, *tail_units] if unit.params]
+    hooks = [HookPlan("", model, [rest] if rest.params else [])]
+    for module in [*embeddings, *blocks, *tail]:
+        needed = dict.fromkeys(owner[param] for param in module.parameters())
+        hooks.append(HookPlan(names[module], module, list(needed)))
+    return units, hooks
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _claim(owner: dict, name: str, modules: list[nn.Module], names: dict[nn.Module, str]) -> UnitPlan:
+    unit = UnitPlan(name)
+    for module in modules:
+        prefix = names[module] + "." if names[module] else ""
+        for param_name, param in module.named_parameters():
+            if param not in owner:
+                owner[param] = unit
+                unit.params[prefix + param_name] = param
+    return unit
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks: what transformers must not split, else the entries of module lists."""
+    unsplit: set[str] = set()
+    for module in model.modules():
+        unsplit.update(getattr(module, "_no_split_modules", None) or ())
+    counts = Counter(type(module).__name__ for module in model.modules())
+    repeated = {name for name in unsplit if counts[name] > 1}
+    found = _outermost(model, lambda module: type(module).__name__ in repeated)
+    if found:
+        return found
+    lists = _outermost(
+        model,
+        lambda module: isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1,
+    )
+    if lists:
+        return list(dict.fromkeys(block for module_list in lists for block in module_list))
+    # No repetition to go by: the direct children, looking through containers of a single child or a Sequential.
+    children = [child for child in model.children() if _has_params(child)]
+    while len(children) == 1 and next(children[0].children(), None) is not None:
+        children = [child for child in children[0].children() if _has_params(child)]
+    return children if len(children) > 1 else []
+
+
+def _outermost(module: nn.Module, wanted) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for child in module.children():
+        for hit in [child] if wanted(child) else _outermost(child, wanted):
+            found[hit] = None
+    return list(found)
+
+
+def _embeddings(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    inside = {module for block in blocks for module in block.modules()}
+    total = sum(param.numel() for param in model.parameters())
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module not in inside
+        and module.weight.numel() > _SMALL_EMBEDDING * total
+    ]
+
+
+def _tail(model: nn.Module, blocks: list[nn.Module], embeddings: list[nn.Module]) -> list[nn.Module]:
+    """The modules defined after the last block, outside of everything that holds a block: final norm and head."""
+    if not blocks:
+        return []
+    last = blocks[-1]
+    taken = set(blocks) | set(embeddings)
+    holds_block = {module for module in model.modules() if any(inner in taken for inner in module.modules())}
+    tail, seen_last = [], False
+    for module in model.modules():
+        if module is last:
+            seen_last = True
+        elif seen_last and _has_params(module) and module not in holds_block | _descendants([*blocks, *tail]):
+            tail.append(module)
+    return tail
+
+
+def _descendants(modules: list[nn.Module]) -> set[nn.Module]:
+    return {inner for module in modules for inner in module.modules()}

@@ -1,0 +1,306 @@
+"""When units are unsharded, resharded and reduced: hooks around forward and backward, order, prefetch.
+
+[Note: backward order] Autograd runs, of all nodes that are ready, the one created last in forward. So when the
+gradient of an output of call k of a hooked module is complete, every node created after that output has run: all calls
+after k are done, their weights included, and can be resharded. (A parameter's own gradient is no such signal where
+some weights are frozen: the input gradient of a frozen layer may be computed after it.) Reentrant checkpointing runs a
+backward pass inside the backward pass; when the outer one goes on, the inner ones, with higher ids, are over.
+
+[Note: reduction order] All ranks must issue the same reductions in the same order, but which gradients arrive, and
+when, may differ between them (experts without tokens, branches). Reductions are therefore issued in one fixed order,
+last unit first; what has not arrived by the end of backward is reduced as zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from hf_zero.gradients import GradientBuffer
+from hf_zero.unit import Unit
+
+
+class Phase(Enum):
+    """What the model is doing, between hooks."""
+
+    IDLE = "idle"
+    FORWARD = "forward"  # from the model's pre_forward to its post_forward
+    BACKWARD = "backward"  # from the first backward hook to the end-of-backward callback
+
+
+_ALLOWED = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.BACKWARD),  # a gradient taken inside the model's own forward
+    (Phase.BACKWARD, Phase.IDLE),
+}
+
+# Reductions that may be under way at once: one runs while the next unit's gradients are collected.
+_MAX_REDUCTIONS = 2
+
+
+@dataclass(eq=False)
+class HookPoint:
+    """A hooked module and the units that its forward needs."""
+
+    name: str
+    units: list[Unit]
+    reads_weights_in_backward: bool
+    is_root: bool
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: forward hooks then belong to a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Schedule:
+    """Reacts to the hooks of one model."""
+
+    def __init__(self, units: list[Unit], *, prefetch: bool, reduce_every_microbatch: bool) -> None:
+        self.units = units
+        self.prefetch = prefetch
+        self.reduce_every_microbatch = reduce_every_microbatch
+        self.sync = True  # False inside no_sync()
+        self.phase = Phase.IDLE
+        self._gradients = [gradient for unit in reversed(units) for gradient in unit.gradients]
+        self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
+        self._reducing: deque[GradientBuffer] = deque()
+        self._order: list[HookPoint] = []  # hook points in the order of the last complete forward
+        self._trace: list[HookPoint] = []  # the same, of the forward under way
+        self._on_track = False  # the forward under way has followed `_order` so far
+        self._backward_at = 0  # position in `_order` that backward has come down to
+        self._calls = 0  # forward calls of hooked modules so far
+        self._live: dict[Unit, tuple[int, int]] = {}  # unsharded for (backward pass, call): see [Note: backward order]
+
+    def _enter(self, phase: Phase) -> None:
+        assert (self.phase, phase) in _ALLOWED, f"invalid phase transition: {self.phase} -> {phase}"
+        self.phase = phase
+
+    # -- registration ---------------------------------------------------------------------------------------------
+
+    def register(self, points: list[tuple[nn.Module, HookPoint]]) -> list:
+        """Install every hook; the handles undo it."""
+        handles = []
+        for module, point in points:
+            pre = functools.partial(self._pre_forward_hook, point)
+            post = functools.partial(self._post_forward_hook, point)
+            handles.append(module.register_forward_pre_hook(pre, prepend=True))
+            handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+        for gradient in self._gradients:
+            for index, param in enumerate(gradient.buffer.params):
+                hook = functools.partial(self.on_grad, gradient, index)
+                handles.append(param.register_post_accumulate_grad_hook(hook))
+        return handles
+
+    def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple) -> None:
+        self.pre_forward(point)
+
+    def _post_forward_hook(
+        self, point: HookPoint, module: nn.Module, args: tuple, kwargs: dict, output: object
+    ) -> None:
+        self.post_forward(point, (args, kwargs), output)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, point: HookPoint) -> None:
+        if in_backward():  # recomputation under activation checkpointing: order and prefetch belong to backward
+            self._recompute(point)
+            return
+        if point.is_root:
+            self._begin_forward()
+        for unit in point.units:
+            unit.unshard()
+        self._trace_forward(point)
+
+    def _begin_forward(self) -> None:
+        if self.phase is not Phase.IDLE:  # an exception has cut off the pass before
+            self.abort()
+        self._enter(Phase.FORWARD)
+        self._trace, self._on_track = [], True
+        if not torch.is_grad_enabled():
+            self.reshard_all()  # nothing that was read or kept for a backward pass is needed by an evaluation
+
+    def _trace_forward(self, point: HookPoint) -> None:
+        if self.phase is not Phase.FORWARD:
+            return
+        at = len(self._trace)
+        self._trace.append(point)
+        self._on_track = self._on_track and at < len(self._order) and self._order[at] is point
+        following = self._following(at)
+        if self.prefetch and following is not None:
+            for unit in following.units:
+                unit.begin_unshard()
+
+    def _following(self, at: int) -> HookPoint | None:
+        """The hook point that comes after position `at`, as far as the last forward tells."""
+        return self._order[at + 1] if self._on_track and at + 1 < len(self._order) else None
+
+    def post_forward(self, point: HookPoint, inputs: object, output: object) -> None:
+        will_differentiate = self._hook_outputs(point, inputs, output)
+        if in_backward():
+            return
+        if not point.is_root:
+            following = self._following(len(self._trace) - 1) if self.phase is Phase.FORWARD else None
+            last = self._on_track and following is None and len(self._trace) == len(self._order)
+            for unit in point.units:
+                needed_next = following is not None and unit in following.units
+                # The last unit of forward is the first of backward.
+                if not (needed_next or (last and will_differentiate)):
+                    self._reshard(unit)
+        elif self.phase is Phase.FORWARD:
+            self._order = self._trace
+            self._backward_at = len(self._order)
+            if not will_differentiate:
+                self.reshard_all()
+            self._enter(Phase.IDLE)
+
+    def _hook_outputs(self, point: HookPoint, inputs: object, output: object) -> bool:
+        """Have `pre_backward` called before a gradient enters this call; whether there is such a gradient."""
+        if not torch.is_grad_enabled():
+            return False
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._calls += 1
+        if point.is_root or (point.reads_weights_in_backward and any(unit.sharded for unit in point.units)):
+            hook = functools.partial(self._output_hook, point, self._calls)
+            # An input that is handed on belongs to the call that made it.
+            handed_on = {id(leaf) for leaf in tree_leaves(inputs)}
+            for tensor in tensors:
+                if id(tensor) not in handed_on:
+                    tensor.register_hook(hook)
+        return bool(tensors)
+
+    def _output_hook(self, point: HookPoint, call: int, grad: Tensor) -> None:
+        self.pre_backward(point, call)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        self._enter(Phase.BACKWARD)
+        self._cursor = 0
+        Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def pre_backward(self, point: HookPoint, call: int) -> None:
+        self._begin_backward()
+        task = torch._C._current_graph_task_id()
+        self._reshard_done(task, call, point)
+        for unit in point.units:
+            unit.unshard()
+            if not point.is_root:
+                self._live[unit] = (task, call)
+        if self.prefetch:
+            self._prefetch_backward(point)
+
+    def _recompute(self, point: HookPoint) -> None:
+        task = torch._C._current_graph_task_id()
+        self._reshard_done(task, self._calls, point)
+        for unit in point.units:
+            unit.unshard()
+            if not point.is_root:
+                self._live.setdefault(unit, (task, 0))  # until its own pre_backward has come
+
+    def _reshard_done(self, task: int, call: int, point: HookPoint) -> None:
+        """Reshard what backward has left behind (see [Note: backward order])."""
+        for unit, (live_task, live_call) in list(self._live.items()):
+            if unit not in point.units and (live_task > task or (live_task == task and live_call > call)):
+                del self._live[unit]
+                self._reshard(unit)
+
+    def _prefetch_backward(self, point: HookPoint) -> None:
+        at = self._backward_at - 1
+        while at >= 0 and self._order[at] is not point:
+            at -= 1
+        if at < 0:
+            return  # another graph than the last forward's
+        self._backward_at = at
+        for earlier in reversed(self._order[:at]):
+            if earlier.reads_weights_in_backward and not earlier.is_root:
+                for unit in earlier.units:
+                    unit.begin_unshard()
+                return
+
+    def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
+        """A parameter's gradient is there: take it over, and reduce what is complete."""
+        self._begin_backward()
+        grad, param.grad = param.grad, None
+        gradient.add(index, grad)
+        if gradient.complete and self._reducing_now:
+            self._issue(lambda: self._gradients[self._cursor].complete)
+
+    @property
+    def _reducing_now(self) -> bool:
+        return self.sync or self.reduce_every_microbatch
+
+    def _issue(self, ready: Callable[[], bool]) -> None:
+        """Start reductions in the fixed order while they are ready (see [Note: reduction order])."""
+        while self._cursor < len(self._gradients) and ready():
+            gradient = self._gradients[self._cursor]
+            self._cursor += 1
+            self._begin_reduce(gradient)
+
+    def _begin_reduce(self, gradient: GradientBuffer) -> None:
+        gradient.begin_reduce()
+        self._reducing.append(gradient)
+        if len(self._reducing) > _MAX_REDUCTIONS:
+            self._reducing.popleft().finish_reduce()
+
+    def finish_backward(self) -> None:
+        """The end of a backward pass: reduce what is left, release everything."""
+        if self._reducing_now:
+            self.reduce_all()
+        for gradient in self._gradients:
+            gradient.end_backward()
+        self._cursor = 0
+        self.reshard_all()
+        self._enter(Phase.IDLE)
+
+    def reduce_all(self) -> None:
+        """Reduce everything that has not been reduced in this pass, and wait for it."""
+        self._issue(lambda: True)
+        for gradient in self._gradients:
+            if gradient.partial is not None:  # came after its reduction (reentrant checkpointing)
+                self._begin_reduce(gradient)
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+
+    # -- between passes -------------------------------------------------------------------------------------------
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether micro-batches have left sums that were not reduced yet."""
+        return any(gradient.partial is not None for gradient in self._gradients)
+
+    def drop_gradients(self) -> None:
+        for gradient in self._gradients:
+            gradient.drop()
+
+    def _reshard(self, unit: Unit) -> None:
+        if not unit.holds and not unit.accessed:
+            unit.reshard()
+
+    def reshard_all(self) -> None:
+        """Release everything outside of explicit scopes, also what a read from outside has gathered."""
+        self._live.clear()
+        for unit in self.units:
+            if not unit.holds:
+                unit.reshard()
+
+    def abort(self) -> None:
+        """Forget a pass that an exception has cut off."""
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+        self.drop_gradients()
+        self._cursor = 0
+        self.reshard_all()
+        self.phase = Phase.IDLE

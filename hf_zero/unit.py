@@ -1,0 +1,187 @@
+"""A unit: the parameters that are unsharded, resharded and reduced together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+
+from torch import Tensor, nn
+
+from hf_zero import access
+from hf_zero.comm import Pending
+from hf_zero.errors import ZeroAccessError
+from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.gradients import GradientBuffer
+
+
+class UnitState(Enum):
+    """Whether the parameters of a unit can be used."""
+
+    RESTING = "resting"  # values released; each rank holds its slice
+    GATHERING = "gathering"  # an all-gather is under way
+    READY = "ready"  # values are there
+
+
+class Unit:
+    """Parameters that travel in one collective per dtype and `requires_grad` (normally: one collective)."""
+
+    def __init__(self, name: str, index: int, buffers: list[FlatBuffer], gradients: list[GradientBuffer]) -> None:
+        self.name, self.index = name, index
+        self.buffers, self.gradients = buffers, gradients
+        self.params: list[nn.Parameter] = [param for buffer in buffers for param in buffer.params]
+        self.sharded = any(buffer.sharded for buffer in buffers)
+        self.state = UnitState.READY
+        self.holds = 0  # gathered_parameters() scopes that are open
+        self.accessed = False  # read from outside its module: stays until the end of backward
+        self._touched = False  # `.data` was handed out since the last look for writes
+        self._pending: list[Pending] = []
+        self.before_access: Callable[[Unit, nn.Parameter, str], None] | None = None
+        access.claim(self.params, self)
+        if self.sharded:
+            self.state = UnitState.RESTING
+            access.guard(self.params)
+
+    @property
+    def numel(self) -> int:
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for buffer in self.buffers:
+            yield from zip(buffer.names, buffer.params, strict=True)
+
+    # -- unshard and reshard ---------------------------------------------------------------------------------------
+
+    def begin_unshard(self) -> None:
+        """Start the gather of a resting unit; the values may be used after `unshard`."""
+        if self.state is UnitState.RESTING:
+            for buffer in self.buffers:
+                buffer.allocate()
+                self._pending.append(buffer.gather())
+            self.state = UnitState.GATHERING
+
+    def unshard(self) -> None:
+        """Make the values available; a collective, unless it was begun before."""
+        self.begin_unshard()
+        if self.state is UnitState.GATHERING:
+            for pending in self._pending:
+                pending.wait()
+            self._pending.clear()
+            self.state = UnitState.READY
+            access.unguard(self.params)
+
+    def reshard(self) -> None:
+        """Release the values; what was written to them from outside a module is kept. No communication."""
+        if not self.sharded or self.state is UnitState.RESTING:
+            return
+        self.unshard()  # bytes that a collective still writes to cannot be released
+        self.adopt_writes()
+        for buffer in self.buffers:
+            if self.accessed:
+                buffer.abandon()
+            else:
+                buffer.release()
+        self.accessed = False
+        self.state = UnitState.RESTING
+        access.guard(self.params)
+
+    def begin_refresh(self) -> None:
+        """After an optimizer step: start bringing replicated, trained parameters up to date."""
+        if self.sharded:
+            return
+        self.unshard()
+        buffers = [buffer for buffer in self.buffers if buffer.trainable]
+        if buffers:
+            self._pending = [buffer.gather() for buffer in buffers]
+            self.state = UnitState.GATHERING
+            access.guard(self.params)
+
+    # -- access from outside the hooks ---------------------------------------------------------------------------
+
+    def on_access(self, param: nn.Parameter, operation: str) -> None:
+        """The guard's question (see [Note: parameter classes]): gather, or raise where the user asked for that."""
+        if self.before_access is not None:
+            self.before_access(self, param, operation)
+        self.accessed = self.accessed or self.sharded
+        self.unshard()
+
+    def on_data(self) -> None:
+        self._touched = True
+
+    def adopt_writes(self) -> None:
+        """Carry over what the user wrote to the values, if anything could have been written."""
+        if self.state is not UnitState.READY:
+            return
+        written = [buffer.written_in_place() for buffer in self.buffers]
+        if self._touched or any(written):
+            for buffer in self.buffers:
+                buffer.adopt_writes()
+        self._touched = False
+
+    # -- explicit scopes ----------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep the values available until `let_go`."""
+        self.unshard()
+        self.adopt_writes()
+        self.holds += 1
+        self.accessed = self.accessed or self.sharded
+
+    def let_go(self, write: bool) -> None:
+        """End a hold: make rank 0's values everybody's, or drop what was written inside."""
+        self.holds -= 1
+        if write:
+            for buffer in self.buffers:
+                buffer.comm.broadcast(buffer.full)
+                buffer.written_in_place()
+                buffer.adopt_writes()
+            self._touched = False
+        elif not self.holds:
+            self.restore()
+        if not self.holds:
+            self.reshard()
+
+    def restore(self) -> None:
+        """Bring back the values at rest, whatever was written in the meantime."""
+        for buffer in self.buffers:
+            buffer.written_in_place()
+            if buffer.rest():
+                buffer.gather().wait()
+        self._touched = False
+
+
+def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:
+    """The `param_access: raise` answer."""
+    name = next((name for name, candidate in unit.named_parameters() if candidate is param), "?")
+    raise ZeroAccessError(
+        f"{operation} reads parameter '{name}', which is sharded over the ranks. Wrap the code, on all ranks, in "
+        f"`with hf_zero.gathered_parameters([param]):` (write=True to change it), or set param_access: gather"
+    )
+
+
+@contextlib.contextmanager
+def gathered_parameters(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False
+) -> Iterator[None]:
+    """Inside, the given sharded parameters can be read (and with `write`, changed) as ordinary ones.
+
+    Call it on all ranks. With `write=True` the values that rank 0 leaves behind are kept; otherwise, and when the
+    block raises, changes are dropped. Parameters that are not prepared are left alone. Scopes nest.
+    """
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, Tensor):
+        params = [params]
+    units: list[Unit] = list(dict.fromkeys(access.owner_of(param) for param in params if access.is_prepared(param)))
+    for unit in units:
+        unit.begin_unshard()
+    for unit in units:
+        unit.hold()
+    try:
+        yield
+    except BaseException:
+        write = False
+        raise
+    finally:
+        for unit in units:
+            unit.let_go(write)
