@@ -44,10 +44,11 @@ import pytest
 PRELOAD = (
     "pytest",
     "torch.distributed",
-    "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "accelerate",
+    "hf_zero.engine",
     "tests.harness",
+    "tests.zoo",
 )
 DEFAULT_TIMEOUT = 60.0
 GOODBYE = 5.0  # seconds that ranks get to leave on their own after every one of them has reported

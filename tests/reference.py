@@ -167,10 +167,12 @@ def compare(ours, stock, what, *, exact=False, tolerance=1e-6):
 
 def check_ranks_agree(weights, what):
     """Fail unless every rank ends with the same weights."""
-    for name, weight in weights.items():
-        first = weight.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, weight), f"{what}: {name} differs between ranks"
+    mine = torch.cat([weight.double().reshape(-1) for weight in weights.values()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    pairs = (flat.split([weight.numel() for weight in weights.values()]) for flat in (mine, first))
+    differing = [name for name, a, b in zip(weights, *pairs, strict=True) if not torch.equal(a, b)]
+    assert not differing, f"{what}: rank {dist.get_rank()} and rank 0 differ in {differing}"
 
 
 def check_stages(
