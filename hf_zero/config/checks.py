@@ -19,6 +19,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload_optimizer_device": ("none", "cpu", "nvme"),
     "offload_param_device": ("none", "cpu", "nvme"),
 }
+OPTIMIZER_TYPES = ("AdamW", "Adam", "SGD")
+SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _BOOLEANS = (
     "zero3_init_flag",
     "zero3_save_16bit_model",
@@ -112,10 +114,12 @@ def field_problems(config: "ZeroConfig") -> list[str]:
         report("loss_scale", "expected 0 (dynamic) or a fixed scale above 0")
     if not (_is_number(config.min_loss_scale) and config.min_loss_scale > 0):
         report("min_loss_scale", "expected a number above 0")
-    for name in ("optimizer", "scheduler"):
+    for name, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
         section = getattr(config, name)
         if section is not None and not (isinstance(section, dict) and isinstance(section.get("type"), str)):
             report(name, 'expected {"type": <name>, "params": {...}}')
+        elif section is not None and section["type"].lower() not in (known.lower() for known in types):
+            report(name, f"the type must be one of {', '.join(types)}; or remove the section and build it in Python")
     return problems + _pair_problems(config) + _unavailable(config)
 
 

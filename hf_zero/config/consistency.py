@@ -20,6 +20,7 @@ class Claim:
     name: str
     value: Any
     origin: Origin
+    owned: bool = False  # said by the arguments, which own shared values
 
 
 _READERS = {
@@ -85,12 +86,12 @@ def argument_claims(arguments: Mapping[str, Any], label: str) -> list[Claim]:
 def claim_readings(written: str, value: Any, origin: Origin) -> list[Claim]:
     """The claim that one argument makes, or none."""
     if written in ("bf16", "fp16"):
-        return [Claim(name="mixed_precision", value=written, origin=origin)] if value is True else []
+        return [Claim(name="mixed_precision", value=written, origin=origin, owned=True)] if value is True else []
     name = _ARGUMENT_NAMES.get(written)
     if name is None or value is None or values.is_auto(value):
         return []
     try:
-        return [Claim(name=name, value=_READERS[name](value), origin=origin)]
+        return [Claim(name=name, value=_READERS[name](value), origin=origin, owned=True)]
     except ValueError as error:
         raise ZeroConfigError(f"{origin.where}: {written} is {value!r}: {error}") from None
 
@@ -122,8 +123,8 @@ def _place(claim: Claim) -> str:
 def _conflict(name: str, said: Sequence[Claim]) -> str:
     lines = [f"{name} differs between its sources:"]
     lines += [f"       {claim.value!r:<8} {_place(claim)}" for claim in said]
-    in_files = [claim for claim in said if claim.origin.file is not None]
-    owners = [claim for claim in said if claim.origin.file is None]
+    in_files = [claim for claim in said if not claim.owned]
+    owners = [claim for claim in said if claim.owned]
     files = " and ".join(claim.origin.where for claim in in_files)
     if not in_files or not owners:
         fix = f"keep one of them{' and write auto in the other' if in_files and name != 'mixed_precision' else ''}"

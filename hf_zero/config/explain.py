@@ -67,13 +67,14 @@ def explain(
     """The configuration that these files and arguments give together; one error holds every problem."""
     layers: list[Layer] = []
     claims: list[Claim] = []
+    training: list[Claim] = []
     problems: list[str] = []
     # DeepSpeed's JSON is stronger than Accelerate's YAML, in whichever order they are named.
     for file in sorted(files, key=lambda name: name.endswith(".json")):
         try:
             document = load_document(file)
             if _ARGUMENT_MARKS & set(document.data):
-                claims += _file_claims(document)
+                training += _file_claims(document)
                 continue
             found = read_document(document)
             layers += found
@@ -83,8 +84,10 @@ def explain(
         except ZeroConfigError as error:
             problems += error.problems
     try:
-        claims += argument_claims(arguments, "command line")
-        agreed = check_consistency(claims, world_size=world_size)
+        typed = argument_claims(arguments, "command line")
+        # The script's own rule: what is typed wins over its training file.
+        training = [claim for claim in training if claim.name not in {other.name for other in typed}]
+        agreed = check_consistency([*claims, *training, *typed], world_size=world_size)
     except ZeroConfigError as error:
         problems += error.problems
     if problems:

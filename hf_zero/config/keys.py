@@ -207,7 +207,7 @@ _DEEPSPEED_OWN: tuple[Key, ...] = (
     accepted("zero_force_ds_cpu_optimizer", "the optimizer is your torch optimizer", False),
     honoured("optimizer", "optimizer", values.to_mapping, "built as the torch equivalent"),
     honoured("scheduler", "scheduler", values.to_mapping, "built as the torch equivalent"),
-    honoured("steps_per_print", "steps_per_print", values.to_int, "steps between reports"),
+    honoured("steps_per_print", "steps_per_print", values.to_interval, "steps between reports"),
     honoured("wall_clock_breakdown", "wall_clock_breakdown", values.to_bool, "timings in the step report"),
     accepted("dump_state", "see hf-zero config", False),
     accepted("memory_breakdown", "see the step report", False),

@@ -135,17 +135,23 @@ _ALL_TABLES: tuple[tuple[str, Mapping[str, Key]], ...] = (
 
 
 def _suggestion(name: str, table: Mapping[str, Key], section: str) -> str:
-    """The nearest known name, or the section where exactly this name belongs."""
-    leaf = name.rsplit(".", 1)[-1]
+    """The section where exactly this name belongs, its name in this kind of file, or the nearest known name."""
+    parent, _, leaf = name.rpartition(".")
     for known in table:
-        if known.rsplit(".", 1)[-1] == leaf:
-            return f": it belongs to {known.rsplit('.', 1)[0]!r}, write {section + known}"
+        if known.rpartition(".")[2] == leaf:
+            return f": it belongs to {known.rpartition('.')[0]!r}, write {section + known}"
+    flat = FLAT_KEYS.get(leaf)
+    for known, key in table.items():
+        if flat is not None and key.field == flat.field:
+            return f": its name here is {section + known}"
     for place, other in _ALL_TABLES:
         if other is not table and name in other:
             return f": it belongs to {place}"
-    near = difflib.get_close_matches(name, list(table), n=1, cutoff=0.6)
+    prefix = f"{parent}." if parent else ""
+    siblings = {known[len(prefix) :].split(".")[0] for known in table if known.startswith(prefix)}
+    near = [prefix + found for found in difflib.get_close_matches(leaf, sorted(siblings), n=1, cutoff=0.6)]
     if not near:
-        leaves = {known.rsplit(".", 1)[-1]: known for known in table}
+        leaves = {known.rpartition(".")[2]: known for known in table}
         near = [leaves[found] for found in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {section + near[0]!r}?"

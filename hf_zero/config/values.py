@@ -97,7 +97,16 @@ def to_precision(value: Any) -> str:
     """``mixed_precision``: YAML reads an unquoted ``no`` as false."""
     if value is False:
         return "no"
+    if not isinstance(value, str):
+        raise ValueError("expected no, bf16 or fp16")
     return to_lower(value)
+
+
+def to_interval(value: Any) -> int | None:
+    """A number of steps; Accelerate writes infinity for "never"."""
+    if value in (float("inf"), "inf", "Infinity"):
+        return None
+    return to_int(value)
 
 
 def to_path(value: Any) -> str | None:

@@ -1,0 +1,259 @@
+"""Builds the torch equivalents of DeepSpeed's optimizer and scheduler sections."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hf_zero.config import values
+from hf_zero.config.checks import OPTIMIZER_TYPES, SCHEDULER_TYPES
+from hf_zero.errors import ZeroConfigError
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("expected two numbers")
+    return values.to_float(value[0]), values.to_float(value[1])
+
+
+_ADAM = {
+    "lr": values.to_float,
+    "betas": _betas,
+    "eps": values.to_float,
+    "weight_decay": values.to_float,
+    "amsgrad": values.to_bool,
+    "adam_w_mode": values.to_bool,
+    "bias_correction": values.to_bool,
+    "torch_adam": values.to_bool,
+}
+_SGD = {
+    "lr": values.to_float,
+    "momentum": values.to_float,
+    "dampening": values.to_float,
+    "weight_decay": values.to_float,
+    "nesterov": values.to_bool,
+}
+_OPTIMIZERS: dict[str, Mapping[str, Callable[[Any], Any]]] = {"adamw": _ADAM, "adam": _ADAM, "sgd": _SGD}
+
+# Where an "auto" takes its value from, in the training arguments.
+_ARGUMENT_OF = {
+    "lr": "learning_rate",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "warmup_max_lr": "learning_rate",
+    "warmup_num_steps": "warmup_steps",
+    "total_num_steps": "max_steps",
+}
+
+
+def build_optimizer(
+    section: Mapping[str, Any],
+    params: Iterable[Any],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    where: str = "optimizer",
+) -> torch.optim.Optimizer:
+    """The torch optimizer that DeepSpeed's ``optimizer`` section describes.
+
+    ``arguments`` holds training-argument values (learning_rate, adam_beta1, ...) for parameters written as "auto".
+    """
+    kind, found = _read(section, _OPTIMIZERS, arguments or {}, where)
+    if kind == "sgd":
+        return torch.optim.SGD(params, **found)
+    if found.pop("bias_correction", True) is False:
+        raise ZeroConfigError(f"{where}.params.bias_correction is False: torch's Adam always corrects the bias")
+    found.pop("torch_adam", None)  # which implementation DeepSpeed would have taken
+    # DeepSpeed's "Adam" decays weights as AdamW does, unless adam_w_mode is false.
+    decoupled = found.pop("adam_w_mode", True) or kind == "adamw"
+    found.setdefault("weight_decay", 0.0)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **found)
+
+
+def _per_group(value: Any) -> float | list[float]:
+    return [values.to_float(entry) for entry in value] if isinstance(value, (list, tuple)) else values.to_float(value)
+
+
+def _warmup_type(value: Any) -> str:
+    if value not in ("log", "linear"):
+        raise ValueError("expected 'log' or 'linear'")
+    return value
+
+
+_WARMUP = {
+    "warmup_min_lr": _per_group,
+    "warmup_max_lr": _per_group,
+    "warmup_num_steps": values.to_int,
+    "warmup_type": _warmup_type,
+    "last_batch_iteration": values.to_int,
+}
+_SCHEDULERS: dict[str, Mapping[str, Callable[[Any], Any]]] = {
+    "warmuplr": _WARMUP,
+    "warmupdecaylr": {**_WARMUP, "total_num_steps": values.to_int},
+    "warmupcosinelr": {
+        "total_num_steps": values.to_int,
+        "warmup_min_ratio": values.to_float,
+        "warmup_num_steps": values.to_int,
+        "cos_min_ratio": values.to_float,
+        "warmup_type": _warmup_type,
+        "last_batch_iteration": values.to_int,
+    },
+}
+
+
+def build_scheduler(
+    section: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    where: str = "scheduler",
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A torch scheduler with the learning rates of DeepSpeed's ``scheduler`` section, step by step."""
+    kind, found = _read(section, _SCHEDULERS, arguments or {}, where)
+    found.pop("last_batch_iteration", None)  # resuming is load_state_dict's business
+    warmup = found.get("warmup_num_steps", 1000)
+    if warmup < 0:
+        raise ZeroConfigError(f"{where}.params.warmup_num_steps is {warmup}: expected at least 0")
+    found["warmup_num_steps"] = max(2, warmup)
+    if kind != "warmuplr" and found.get("total_num_steps", 0) < 1:
+        raise ZeroConfigError(
+            f"{where}.params.total_num_steps is {found.get('total_num_steps')}: expected the number of updates of the "
+            "whole run"
+        )
+    if kind == "warmupcosinelr":
+        return _CosineSchedule(optimizer, **found)
+    return _WarmupSchedule(optimizer, **found)
+
+
+def _read(
+    section: Mapping[str, Any], known: Mapping[str, Mapping[str, Callable]], arguments: Mapping[str, Any], where: str
+) -> tuple[str, dict[str, Any]]:
+    """The lower-case type and the parsed parameters; "auto" is looked up in ``arguments``."""
+    written = section.get("type")
+    kind = str(written).lower()
+    if kind not in known:
+        choices = ", ".join(name for name in (*OPTIMIZER_TYPES, *SCHEDULER_TYPES) if name.lower() in known)
+        raise ZeroConfigError(
+            f"{where}.type is {written!r}: expected one of {choices}; or remove the section and build it in Python"
+        )
+    params, problems = {}, []
+    for name, value in (section.get("params") or {}).items():
+        if name not in known[kind]:
+            problems.append(
+                f"{where}.params.{name}: {written} has no such parameter (known: {', '.join(known[kind])})"
+            )
+            continue
+        if values.is_auto(value):
+            value = _automatic(name, arguments)
+            if value is None:
+                problems.append(
+                    f'{where}.params.{name} is "auto", but the training arguments give no value for it: write a number'
+                )
+                continue
+        try:
+            params[name] = known[kind][name](value)
+        except ValueError as error:
+            problems.append(f"{where}.params.{name} is {value!r}: {error}")
+    if problems:
+        raise ZeroConfigError(problems)
+    return kind, params
+
+
+def _automatic(name: str, arguments: Mapping[str, Any]) -> Any:
+    if name == "betas":
+        found = arguments.get("adam_beta1"), arguments.get("adam_beta2")
+        return None if None in found else found
+    if name in ("warmup_min_lr", "warmup_min_ratio"):
+        return 0.0
+    return arguments.get(_ARGUMENT_OF.get(name, name))
+
+
+class _DelayedSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """DeepSpeed counts from -1: its first update runs at the start value, and so does its second."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str) -> None:
+        self._warmup_steps = warmup_num_steps
+        self._warmup_type = warmup_type
+        super().__init__(optimizer)
+
+    def _warmup(self, iteration: int) -> float:
+        if self._warmup_type == "log":
+            return math.log(iteration + 1) / math.log(self._warmup_steps)
+        return iteration / self._warmup_steps
+
+    def _rate(self, group: int, iteration: int) -> float:
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float]:
+        iteration = self.last_epoch - 1
+        return [self._rate(group, iteration) for group in range(len(self.base_lrs))]
+
+
+class _WarmupSchedule(_DelayedSchedule):
+    """WarmupLR, and WarmupDecayLR where ``total_num_steps`` is given: from min to max, then flat or linearly down."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int,
+        warmup_type: str = "log",
+        total_num_steps: int | None = None,
+    ) -> None:
+        count = len(optimizer.param_groups)
+        if warmup_max_lr is None:
+            # DeepSpeed: WarmupLR rises to the optimizer's rate, WarmupDecayLR to 0.001.
+            warmup_max_lr = optimizer.param_groups[0]["lr"] if total_num_steps is None else 0.001
+        self._low = _spread(warmup_min_lr, count, "warmup_min_lr")
+        self._high = _spread(warmup_max_lr, count, "warmup_max_lr")
+        self._total = total_num_steps
+        super().__init__(optimizer, warmup_num_steps, warmup_type)
+
+    def _rate(self, group: int, iteration: int) -> float:
+        if iteration < 0:
+            return self._low[group]
+        if iteration < self._warmup_steps:
+            share = self._warmup(iteration)
+        elif self._total is None:
+            share = 1.0
+        else:
+            share = max(0.0, (self._total - iteration) / max(1, self._total - self._warmup_steps))
+        return self._low[group] + (self._high[group] - self._low[group]) * share
+
+
+class _CosineSchedule(_DelayedSchedule):
+    """WarmupCosineLR: a share of the optimizer's own rate, up to 1 and down a half cosine."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+    ) -> None:
+        self._total = total_num_steps
+        self._start, self._floor = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, warmup_num_steps, warmup_type)
+
+    def _rate(self, group: int, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        if iteration < self._warmup_steps:
+            share = self._start + (1.0 - self._start) * self._warmup(iteration)
+        else:
+            progress = (iteration - self._warmup_steps + 1) / max(1, self._total - self._warmup_steps)
+            share = self._floor + (1.0 - self._floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.base_lrs[group] * max(0.0, share)
+
+
+def _spread(value: float | list[float], count: int, name: str) -> list[float]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ZeroConfigError(f"scheduler.params.{name} has {len(value)} values for {count} optimizer groups")
+    return value
