@@ -127,6 +127,13 @@ def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
         param.__class__ = ReadyParameter
 
 
+def disclaim(params: Iterable[nn.Parameter]) -> None:
+    """Make `params` plain parameters again."""
+    for param in params:
+        del param._zero_owner
+        param.__class__ = nn.Parameter
+
+
 def owner_of(param: nn.Parameter) -> Owner:
     """The unit that owns a prepared parameter."""
     owner = param._zero_owner()

@@ -62,6 +62,7 @@ class ZeroEngine:
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.param_dtype = DTYPES.get(config.mixed_precision)
         self.groups: list[MasterGroup] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._group_of: dict[nn.Parameter, MasterGroup] = {}
         self._untouched = Untouched()
         self._model = weakref.ref(model)
@@ -95,6 +96,8 @@ class ZeroEngine:
             split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
         buffers, gradients = [], []
         for (dtype, trainable), params in split.items():
+            # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
+            keeps_precision = any(param.requires_grad for param in params.values())
             buffer = FlatBuffer(
                 list(params),
                 list(params.values()),
@@ -103,6 +106,7 @@ class ZeroEngine:
                 placements=self.placements,
                 comm=self.comm,
                 device=self.device,
+                rest_dtype=dtype if keeps_precision else None,
             )
             buffers.append(buffer)
             if trainable:
@@ -137,6 +141,9 @@ class ZeroEngine:
         assert model is not None, "the model of this engine is gone"
         return model
 
+    def owns(self, param: nn.Parameter) -> bool:
+        return access.is_prepared(param) and access.owner_of(param) in self.units
+
     @property
     def buffers(self) -> Iterator[FlatBuffer]:
         return (buffer for unit in self.units for buffer in unit.buffers)
@@ -147,6 +154,7 @@ class ZeroEngine:
         """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
         optimizer_module.adopt(optimizer, self.buffers, self._group_of, drop_gradients=self.schedule.drop_gradients)
         self._collect_groups()
+        self.optimizers.append(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
         optimizer.register_step_post_hook(lambda *_: self.after_step())
 
@@ -175,6 +183,16 @@ class ZeroEngine:
         grad_norm.clip_(self.groups, norm, float(max_norm))
         return norm
 
+    def undo(self) -> None:
+        """Make the model an ordinary one again, with whole parameters of its own on every rank."""
+        for handle in self._handles:
+            handle.remove()
+        for unit in self.units:
+            unit.dissolve()
+        model = self.model
+        del model.__dict__["_zero_engine"]
+        model.__class__ = type(model).__mro__[2]
+
     def zero_grad(self) -> None:
         for group in self.groups:
             group.weight.grad = None
@@ -202,11 +220,15 @@ class ZeroEngine:
         self.schedule.reshard_all()
 
     def after_step(self) -> None:
-        """The masters have changed: bring up to date whatever holds casts of them."""
+        """The masters have stepped: bring up to date whatever holds casts of them."""
         self._untouched.put_back()
         for unit in self.units:
             for gradient in unit.gradients:
                 gradient.used.clear()
+        self.after_load()
+
+    def after_load(self) -> None:
+        """The masters have changed: casts of them are made anew."""
         for unit in self.units:
             if unit.holds and unit.sharded:
                 unit.restore()

@@ -36,6 +36,7 @@ class FlatBuffer:
         placements: Placements,
         comm: Communicator,
         device: torch.device,
+        rest_dtype: torch.dtype | None = None,
     ) -> None:
         self.names, self.params = list(names), list(params)
         self.dtype, self.trainable, self.comm = dtype, trainable, comm
@@ -47,13 +48,14 @@ class FlatBuffer:
         self.pieces: list[Piece] = []
         self.frozen_rest: Tensor | None = None
         self._versions: list[int] = []
-        self._absorb(device)
+        self.original_dtype = params[0].dtype
+        self._absorb(device, rest_dtype or dtype)
 
     # -- construction -------------------------------------------------------------------------------------------
 
-    def _absorb(self, device: torch.device) -> None:
+    def _absorb(self, device: torch.device, rest_dtype: torch.dtype) -> None:
         """Take over the values of the parameters, as they are on rank 0, and make the parameters views."""
-        original = self.params[0].dtype
+        original = self.original_dtype
         values = torch.zeros(self.layout.padded_numel, dtype=original, device=device)
         for param, view in zip(self.params, self._views(values), strict=True):
             view.copy_(param.detach())
@@ -65,7 +67,7 @@ class FlatBuffer:
             group.weight.detach().copy_(owned)
             self.pieces = [Piece(0, owned.numel(), group, 0)]
         elif self.sharded:
-            self.frozen_rest = owned.to(self.dtype, copy=True)
+            self.frozen_rest = owned.to(rest_dtype, copy=True)
         self.full = values.to(self.dtype)
         self._point_parameters()
         if self.sharded:
@@ -105,6 +107,15 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    def detach_parameters(self) -> None:
+        """Give each parameter a tensor of its own, in the dtype it came with; a collective."""
+        if self.rest() and self.original_dtype != self.dtype:
+            self.dtype = self.original_dtype
+            self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
+            self.gather().wait()
+        for param, view in zip(self.params, self._views(self.full), strict=True):
+            access.point_to(param, view.clone())
 
     # -- moves --------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,14 @@ class Unit:
                 buffer.adopt_writes()
         self._touched = False
 
+    def dissolve(self) -> None:
+        """Give every parameter whole values of its own again, as plain `nn.Parameter`."""
+        self.unshard()
+        self.adopt_writes()
+        access.disclaim(self.params)
+        for buffer in self.buffers:
+            buffer.detach_parameters()
+
     # -- explicit scopes ----------------------------------------------------------------------------------------------
 
     def hold(self) -> None:

@@ -1,0 +1,182 @@
+"""Training state on disk: one logical tensor per parameter and optimizer state, whatever the sharding was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Communicator
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.masters import MasterGroup
+from hf_zero.sliced_file import SlicedFile, agree
+
+
+STATE_NAME = "zero_state.safetensors"
+_MASTER = "master"
+
+
+def save_state(
+    folder: str | Path,
+    buffers: Iterable[FlatBuffer],
+    optimizers: Iterable[torch.optim.Optimizer],
+    comm: Communicator,
+    name: str = STATE_NAME,
+) -> None:
+    """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
+
+    Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
+    counts) are JSON in the header. Raises ZeroCheckpointError on all ranks when one of them cannot write.
+    """
+    folder = Path(folder)
+    buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
+    # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
+    kinds = _agreed_kinds(buffers, optimizers, comm)
+    tensors = {}
+    for buffer in buffers:
+        for parameter, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
+            for kind, dtype in kinds[parameter].items():
+                tensors[f"{parameter}.{kind}"] = (dtype, shape)
+    metadata = {"format": "hf_zero", "optimizers": json.dumps([_options(optimizer) for optimizer in optimizers])}
+    agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
+    SlicedFile(tensors, metadata).write(folder / name, comm, _parts(buffers, optimizers, comm))
+
+
+def load_state(
+    folder: str | Path,
+    buffers: Iterable[FlatBuffer],
+    optimizers: Iterable[torch.optim.Optimizer],
+    name: str = STATE_NAME,
+) -> None:
+    """Read what `save_state` wrote, at any world size and stage; every rank reads its own byte ranges only.
+
+    Raises ZeroCheckpointError where a parameter is missing or has another shape.
+    """
+    path = Path(folder) / name
+    if not path.exists():
+        raise ZeroCheckpointError(f"{path} does not exist: {folder} holds no training state of hf_zero")
+    file = SlicedFile.open(path)
+    buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
+    _check(file, buffers, path)
+    saved = json.loads(file.metadata["optimizers"])
+    if len(saved) != len(optimizers):
+        raise ZeroCheckpointError(f"{path} holds the state of {len(saved)} optimizers, this run has {len(optimizers)}")
+    for optimizer, options in zip(optimizers, saved, strict=True):
+        _restore_options(optimizer, options, path)
+    for buffer in buffers:
+        for optimizer in optimizers:
+            _make_states(file, buffer, optimizer)
+    file.read(path, _parts(buffers, optimizers, None))
+
+
+def _states(piece_group: MasterGroup, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The flat tensors that belong to a master group, by kind."""
+    flats = {_MASTER: piece_group.weight.detach()}
+    for optimizer in optimizers:
+        for kind, value in optimizer.state.get(piece_group.weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == piece_group.weight.shape and value.dim() == 1:
+                flats[kind] = value
+    return flats
+
+
+def _agreed_kinds(
+    buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator
+) -> dict[str, dict[str, torch.dtype]]:
+    """For every parameter the kinds of tensors it has, and their dtypes; the same on every rank."""
+    mine: dict[str, dict[str, torch.dtype]] = {}
+    for buffer in buffers:
+        for piece in buffer.pieces:
+            flats = {kind: flat.dtype for kind, flat in _states(piece.group, optimizers).items()}
+            for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
+                mine[buffer.names[span.index]] = flats
+    merged: dict[str, dict[str, torch.dtype]] = {}
+    for kinds in comm.all_gather_object(mine):
+        merged.update(kinds)
+    return merged
+
+
+def _parts(
+    buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator | None
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks."""
+    for buffer in buffers:
+        if comm is not None and not buffer.owns_slice and comm.rank != 0:
+            continue  # every rank owns everything: one writes
+        for piece in buffer.pieces:
+            for kind, flat in _states(piece.group, optimizers).items():
+                for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
+                    at = piece.offset + span.offset
+                    yield f"{buffer.names[span.index]}.{kind}", span.start, flat[at : at + span.numel]
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Per group: its options, and the scalar states (step counts) of its tensors."""
+    described = []
+    for group in optimizer.param_groups:
+        options = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        del options["params"]
+        scalars: dict[str, object] = {}
+        for weight in group["params"]:
+            for kind, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    scalars[kind] = {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+                elif not isinstance(value, Tensor):
+                    scalars[kind] = value
+        described.append({"options": options, "scalars": scalars})
+    return described
+
+
+def _restore_options(optimizer: torch.optim.Optimizer, saved: list[dict], path: Path) -> None:
+    if len(saved) != len(optimizer.param_groups):
+        raise ZeroCheckpointError(
+            f"{path} holds {len(saved)} optimizer groups, this run's {type(optimizer).__name__} has "
+            f"{len(optimizer.param_groups)}: build the optimizer with the same groups"
+        )
+    for group, described in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in described["options"].items():
+            present = group.get(key)
+            if isinstance(present, Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(present, tuple) else value
+        for weight in group["params"]:
+            for kind, value in described["scalars"].items():
+                if isinstance(value, dict):
+                    value = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+                optimizer.state[weight][kind] = value
+
+
+def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Optimizer) -> None:
+    """Make room for the state tensors that the file has for this rank's part of the buffer."""
+    adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    for piece in buffer.pieces:
+        weight = piece.group.weight
+        if id(weight) not in adopted:
+            continue
+        for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
+            prefix = buffer.names[span.index] + "."
+            for name in (name for name in file.tensors if name.startswith(prefix)):
+                kind = name.removeprefix(prefix)
+                if kind != _MASTER and "." not in kind:
+                    dtype = file.tensors[name][0]
+                    optimizer.state[weight].setdefault(
+                        kind, torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+                    )
+
+
+def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> None:
+    problems = []
+    for buffer in buffers:
+        for name, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
+            found = file.tensors.get(f"{name}.{_MASTER}")
+            if found is None:
+                problems.append(f"'{name}' is missing")
+            elif found[1] != shape:
+                problems.append(f"'{name}' has shape {found[1]}, the model's is {shape}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ZeroCheckpointError(f"{path} does not fit the model: {shown}")

@@ -1,0 +1,1 @@
+"""Attaches the engine to accelerate, transformers and TRL by subclasses and mixins."""

@@ -1,0 +1,253 @@
+"""`ZeroPlugin` and `ZeroAccelerator`: the engine behind accelerate's own interface."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
+from torch import Tensor, nn
+
+from hf_zero import grad_norm, saving
+from hf_zero.config import ZeroConfig
+from hf_zero.config.consistency import argument_claims, check_consistency, config_claims, resolve_auto
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
+from hf_zero.integrations import state
+from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroPlugin:
+    """The configuration of hf_zero for an `Accelerator` or a `Trainer`.
+
+    Args:
+        config: a path to a DeepSpeed JSON or an Accelerate YAML, a dict, or a `ZeroConfig`. Where it says nothing, the
+            launcher's configuration holds (`accelerate launch --config_file zero3.yaml`, `HF_ZERO_CONFIG_FILE`).
+        **overrides: any field of `ZeroConfig`, such as `zero_stage=3`; they win over everything else.
+
+    Raises:
+        ZeroConfigError: with every problem found in the configuration.
+    """
+
+    def __init__(self, config: Any = None, **overrides: Any) -> None:
+        explicit = ZeroConfig.from_any(config, **overrides) if config is not None or overrides else None
+        resolved = resolve_from_environment(explicit)
+        self.config: ZeroConfig = resolved.config
+        self.source: str = resolved.source
+        self.launched: ZeroConfig | None = resolved.launched
+
+    def __repr__(self) -> str:
+        return f"ZeroPlugin(zero_stage={self.config.zero_stage}, source={self.source!r})"
+
+    def settle(
+        self, arguments: dict[str, Any], label: str, *, world_size: int, hidden_size: int | None = None
+    ) -> None:
+        """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
+        claims = config_claims(self.config) + argument_claims(arguments, label)
+        if self.launched is not None:
+            claims += config_claims(self.launched)
+        agreed = check_consistency(claims, world_size=world_size)
+        self.config = resolve_auto(self.config, agreed=agreed, world_size=world_size, hidden_size=hidden_size)
+
+
+def _check_not_alone(num_processes: int) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and num_processes == 1:
+        raise ZeroLaunchError(
+            f"{world_size} ranks were started, but accelerate sees one process, so each would train alone: its state was "
+            "made before hf_zero could choose the CPU backend. Create ZeroAccelerator (or ZeroTrainingArguments) first, "
+            "or set ACCELERATE_USE_CPU=true"
+        )
+
+
+class ZeroOptimizer(AcceleratedOptimizer):
+    """The user's optimizer as accelerate wraps it; its parameters are an engine's masters once it is `linked`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Neither placement nor a scaler: the engine has placed the masters, and scales the loss itself.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self.linked = False
+
+    def step(self, closure=None) -> None:
+        if not self.linked:
+            raise ZeroRuntimeError(
+                "this optimizer was prepared, but no model of its parameters was: pass both to "
+                "accelerator.prepare(model, optimizer, ...)"
+            )
+        super().step(closure)
+
+
+class ZeroAccelerator(Accelerator):
+    """`accelerate.Accelerator` with models sharded by hf_zero instead of wrapped in DDP.
+
+    Takes the arguments of `Accelerator`, and `zero_plugin` (default: what the launcher configured). Prepared models
+    stay the same objects.
+    """
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        for line in prepare_rank_environment():
+            logger.info(line)
+        for name in ("deepspeed_plugin", "fsdp_plugin"):
+            if kwargs.get(name) is not None:
+                raise ZeroConfigError(
+                    f"{name} cannot be combined with ZeroAccelerator: pass its settings as zero_plugin"
+                )
+        plugin = zero_plugin or ZeroPlugin()
+        asked = kwargs.get("gradient_accumulation_steps")
+        kwargs.setdefault("mixed_precision", None)
+        if kwargs["mixed_precision"] is None and plugin.config.is_set("mixed_precision"):
+            kwargs["mixed_precision"] = plugin.config.mixed_precision
+        steps = plugin.config.gradient_accumulation_steps
+        if asked is None and isinstance(steps, int) and kwargs.get("gradient_accumulation_plugin") is None:
+            kwargs["gradient_accumulation_steps"] = steps
+        super().__init__(*args, **kwargs)
+        check_ranks_started()
+        _check_not_alone(self.num_processes)
+        claims = {"gradient_accumulation_steps": asked}
+        if self.mixed_precision in ("bf16", "fp16"):
+            claims[self.mixed_precision] = True
+        plugin.settle(claims, "Accelerator", world_size=self.num_processes)
+        plugin.config = plugin.config.replace(mixed_precision=self.mixed_precision)
+        self.zero_plugin = self.state.zero_plugin = plugin
+        # Weights are gathered in the compute dtype: autocast, which would keep a cast of every weight, stays out.
+        self.native_amp, self.scaler = False, None
+        if self.num_processes == 1 and plugin.config.zero_stage > 0:
+            self.print(f"hf_zero: one process, so stage {plugin.config.zero_stage} shards nothing")
+
+    # -- prepare --------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        result = super().prepare(*args, device_placement=device_placement)
+        for optimizer in self._optimizers:
+            self._link(optimizer)
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        engine = engine_of(model)
+        if engine is not None and (engine.trainable or evaluation_mode):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        config = self.zero_plugin.config
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ZeroConfigError(
+                "torch.compile of the whole model is not supported: compile the decoder layers instead"
+            )
+        if engine is not None:
+            engine.undo()  # it was prepared for evaluation only, and now it is to be trained
+        model._is_accelerate_prepared = False  # the same, at stages that leave an evaluated model alone
+        # At stage 3 no rank puts the whole model on its device; at other stages accelerate does as it always does.
+        placement = False if config.zero_stage == 3 and self.num_processes > 1 else device_placement
+        if model in self._models:
+            self._models.remove(model)
+        model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+        if not evaluation_mode or config.zero_stage == 3:
+            ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode)
+            if config.zero_stage == 3:
+                # transformers' switch for generating in lockstep: ranks that are done go on calling forward.
+                model._is_fsdp_managed_module = True
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> ZeroOptimizer:
+        if isinstance(optimizer, ZeroOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        prepared = ZeroOptimizer(optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _engines(self) -> list[ZeroEngine]:
+        engines = (engine_of(model) for model in self._models)
+        return [engine for engine in engines if engine is not None and engine.trainable]
+
+    def _link(self, optimizer: ZeroOptimizer) -> None:
+        """Hand the optimizer to the engine that owns its parameters."""
+        engines = self._engines()
+        if optimizer.linked or not engines:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owner = next((engine for engine in engines if any(engine.owns(param) for param in params)), engines[-1])
+        owner.attach_optimizer(optimizer.optimizer)
+        optimizer.linked = True
+
+    # -- the training step ----------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        kwargs.pop("learning_rate", None)  # Trainer passes it for optimizers that step inside backward
+        try:
+            (loss / self.gradient_accumulation_steps).backward(**kwargs)
+        except BaseException:
+            for engine in self._engines():
+                engine.schedule.abort()
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        engine = engine_of(model)
+        with engine.no_sync() if engine is not None else contextlib.nullcontext():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the gradients of the models that own `parameters`; returns their common norm before clipping."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engines = [engine for engine in self._engines() if any(engine.owns(param) for param in params)]
+        if not engines:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        if len(engines) == 1:
+            return engines[0].clip_grad_norm_(max_norm, norm_type)
+        norms = torch.stack([engine.clip_grad_norm_(math.inf, norm_type) for engine in engines])
+        norm = torch.linalg.vector_norm(norms, float(norm_type))
+        grad_norm.clip_([group for engine in engines for group in engine.groups], norm, max_norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        raise ZeroConfigError(
+            "clip_grad_value_ is not supported: gradients live in shards that have no parameter of their own. "
+            "Clip by norm instead (clip_grad_norm_)"
+        )
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: gradients are scaled by the engine, and unscaled when it reduces them."""
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
+        """The whole state dict on the CPU of the main process, None on the others; call it on all ranks."""
+        if engine_of(model) is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        return saving.consolidated_state_dict(model, keep=self.is_main_process)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        with state.saving_state(self):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
+        with state.loading_state(self):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list, even_batches: bool | None = None) -> Iterator[None]:
+        if any(engine_of(model) is not None for model in joinables) and self.num_processes > 1:
+            raise ZeroConfigError(
+                "join_uneven_inputs is not supported: ranks shard the model, so all must take part in every step. "
+                "Use even_batches=True (the default) instead"
+            )
+        with super().join_uneven_inputs(joinables, even_batches=even_batches):
+            yield

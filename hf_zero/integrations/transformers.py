@@ -1,0 +1,189 @@
+"""`ZeroTrainer`, its mixin for any other Trainer, and the training arguments that carry the configuration."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+
+from hf_zero import checkpoint
+from hf_zero.engine import engine_of
+from hf_zero.errors import ZeroConfigError
+from hf_zero.integrations import state
+from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
+from hf_zero.launcher import prepare_rank_environment
+from hf_zero.unit import gathered_parameters
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ZeroArgumentsMixin:
+    """The fields that hf_zero adds to any training arguments; what is not given comes from the launcher."""
+
+    zero_stage: int | None = field(
+        default=None,
+        metadata={"help": "ZeRO stage, 0 to 3. Default: what the launcher's or the DeepSpeed file says."},
+    )
+    zero_config: dict | str | None = field(
+        default=None,
+        metadata={"help": "A DeepSpeed JSON or an Accelerate YAML to configure hf_zero by (path, or dict in Python)."},
+    )
+    zero_param_access: str | None = field(
+        default=None,
+        metadata={"help": "What reading a sharded parameter outside its module does: 'gather' or 'raise'."},
+    )
+    zero_no_sync: str | None = field(
+        default=None,
+        metadata={
+            "help": "Stages 2 and 3 between micro-batches: 'reduce' into shards each time, or accumulate 'local'ly "
+            "(less communication, more memory)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for line in prepare_rank_environment():
+            logger.info(line)
+        # --deepspeed file.json configures hf_zero; DeepSpeed itself must not hear of it.
+        given = getattr(self, "deepspeed", None)
+        if given and self.zero_config:
+            raise ZeroConfigError("both --deepspeed and --zero_config name a configuration: keep one of them")
+        self.zero_config, self.deepspeed = given or self.zero_config, None
+        plugin = self._make_plugin()
+        if plugin.config.is_set("mixed_precision") and not (self.bf16 or self.fp16):
+            # A file may also say it where no launcher has exported it.
+            os.environ.setdefault("ACCELERATE_MIXED_PRECISION", plugin.config.mixed_precision)
+        super().__post_init__()
+        _check_output_dir(self.output_dir)
+        self._settle(plugin)
+
+    def _make_plugin(self) -> ZeroPlugin:
+        fields = {"zero_stage": "zero_stage", "zero_param_access": "param_access", "zero_no_sync": "no_sync"}
+        given = {theirs: getattr(self, ours) for ours, theirs in fields.items() if getattr(self, ours) is not None}
+        return ZeroPlugin(self.zero_config, **given)
+
+    def _settle(self, plugin: ZeroPlugin) -> None:
+        arguments = {
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "max_grad_norm": self.max_grad_norm,
+            "bf16": self.bf16,
+            "fp16": self.fp16,
+        }
+        plugin.settle(arguments, type(self).__name__, world_size=self.world_size)
+
+    def make_zero_plugin(self) -> ZeroPlugin:
+        """The configuration of this run, compared with these arguments. Raises ZeroConfigError with all conflicts."""
+        plugin = self._make_plugin()
+        self._settle(plugin)
+        return plugin
+
+    @property
+    def place_model_on_device(self) -> bool:
+        # The engine places what each rank owns; the whole model may not fit.
+        return False
+
+
+@dataclass
+class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
+    """`transformers.TrainingArguments` with hf_zero's fields; `deepspeed=` is read as hf_zero's configuration."""
+
+
+class ZeroTrainerMixin:
+    """Put before any Trainer class, it trains that class's models under ZeRO: `class T(ZeroTrainerMixin, SFTTrainer)`.
+
+    The configuration comes from the arguments where they are `ZeroTrainingArguments` (or carry `ZeroArgumentsMixin`),
+    else from the launcher.
+    """
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if hasattr(self.args, "make_zero_plugin"):
+            plugin = self.args.make_zero_plugin()
+        else:
+            plugin = ZeroPlugin()
+            ZeroArgumentsMixin._settle(self.args, plugin)
+        # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
+        self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=plugin)
+        old = self.gather_function
+        self.gather_function = self.accelerator.gather_for_metrics
+        if isinstance(old, functools.partial):
+            self.gather_function = functools.partial(self.gather_function, *old.args, **old.keywords)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not (self.accelerator.zero_plugin.config.zero_stage == 3 and self.accelerator.num_processes > 1):
+            super()._move_model_to_device(model, device)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model as a Hugging Face folder; call it on all ranks, as Trainer itself does."""
+        if engine_of(self.model) is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = engine_of(self.model)
+        if engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state.save_engine(engine, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        # Old checkpoints are removed next: not before this one is complete on every rank.
+        self.accelerator.wait_for_everyone()
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
+        engine = engine_of(self.model)
+        if checkpoint_dir is None or engine is None:
+            super()._load_optimizer_and_scheduler(checkpoint_dir)
+            return
+        if not (Path(checkpoint_dir) / checkpoint.STATE_NAME).exists():
+            logger.warning(f"{checkpoint_dir} holds weights only: optimizer and scheduler start afresh")
+            return
+        state.load_engine(engine, checkpoint_dir)
+        scheduler = torch.load(os.path.join(checkpoint_dir, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        with gathered_parameters(self.model, write=True):
+            super()._load_best_model()
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """`transformers.Trainer` under ZeRO."""
+
+
+def _check_output_dir(output_dir: str | None) -> None:
+    """Fail before training, not at the first save. Raises ZeroConfigError where the folder cannot be written."""
+    if output_dir is None:
+        return
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ZeroConfigError(
+            f"output_dir '{output_dir}' cannot be written ({error.strerror}): choose a folder that you may write to"
+        ) from error
