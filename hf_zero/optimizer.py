@@ -55,8 +55,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, home: dict, group_of: di
             if param not in home:
                 raise ValueError(
                     f"{type(optimizer).__name__} group {i} holds a tensor (number {j}, shape {tuple(param.shape)}) "
-                    "that is not a parameter of the prepared model. Create the optimizer from model.parameters() of the "
-                    "model that you prepare, after any change to its modules (LoRA, resized embeddings)"
+                    "that is not a parameter of the prepared model. Create the optimizer from model.parameters() of "
+                    "the model that you prepare, after any change to its modules (LoRA, resized embeddings)"
                 )
             if param in group_of:
                 buffer, index = home[param]
@@ -121,12 +121,18 @@ def _fill(plans: list, groups: dict[tuple[int, torch.dtype], MasterGroup]) -> No
 
 def _move_state(old_state: dict, optimizer: torch.optim.Optimizer, home: dict) -> None:
     """Carry the state that an optimizer had for whole parameters over to this rank's part of the flat tensors."""
+    scalars = {"step"} | {  # a state that has one parameter's shape by chance only (the 0-dim step of a scalar)
+        name
+        for param, state in old_state.items()
+        for name, value in state.items()
+        if not isinstance(value, Tensor) or value.shape != param.shape
+    }
     for param, state in old_state.items():
         buffer, index = home[param]
         for name, value in state.items():
             for piece in buffer.pieces:
                 flat_state = optimizer.state[piece.group.weight]
-                if not isinstance(value, Tensor) or value.shape != param.shape:
+                if name in scalars:
                     flat_state[name] = value
                     continue
                 flat = flat_state.setdefault(name, torch.zeros_like(piece.group.weight, requires_grad=False))

@@ -20,6 +20,7 @@ FLOORS = {
     "access": 1,
     "masters": 1,
     "flat_buffer": 2,
+    "sliced_file": 2,
     "gradients": 3,
     "grad_norm": 3,
     "unit": 3,

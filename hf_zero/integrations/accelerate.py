@@ -64,9 +64,9 @@ def _check_not_alone(num_processes: int) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and num_processes == 1:
         raise ZeroLaunchError(
-            f"{world_size} ranks were started, but accelerate sees one process, so each would train alone: its state was "
-            "made before hf_zero could choose the CPU backend. Create ZeroAccelerator (or ZeroTrainingArguments) first, "
-            "or set ACCELERATE_USE_CPU=true"
+            f"{world_size} ranks were started, but accelerate sees one process, so each would train alone: its state "
+            "was made before hf_zero could choose the CPU backend. Create ZeroAccelerator (or ZeroTrainingArguments) "
+            "first, or set ACCELERATE_USE_CPU=true"
         )
 
 
