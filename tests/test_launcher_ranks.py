@@ -1,0 +1,187 @@
+"""Real launches on CPU: every command in which a user may start ranks, and two machines simulated on one."""
+
+import configparser
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes/accelerate_configs"
+BIN = Path(sys.executable).parent
+HOOK = "hf_zero._launch_hook:install"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+RANK_SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+
+check_ranks_started()
+prepare_rank_environment()
+found = resolve_from_environment()
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+state = Accelerator().state
+report = {
+    "rank": state.process_index,
+    "world_size": state.num_processes,
+    "seen": gather_object([state.process_index]),
+    "backend": state.backend,
+    "device": state.device.type,
+    "stage": found.config.zero_stage,
+    "source": found.source,
+    "precision": os.environ.get("ACCELERATE_MIXED_PRECISION"),
+    "deepspeed": os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+    "arguments": sys.argv[2:],
+}
+Path(sys.argv[1], f"{state.process_index}.json").write_text(json.dumps(report))
+state.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts commands at the same time, waits, and returns (outputs, exit statuses, the ranks' reports)."""
+    script, reports = tmp_path / "rank.py", tmp_path / "reports"
+    script.write_text(RANK_SCRIPT)
+    reports.mkdir()
+    paths = [str(ROOT)]
+    if not any(entry.value == HOOK for entry in importlib.metadata.entry_points(group="torch.backends")):
+        # hf_zero is not installed here: give torch the same entry point from a folder on the path.
+        info = tmp_path / "site/hf_zero_hook-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_zero_hook\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[torch.backends]\nhf_zero = {HOOK}\n")
+        paths.append(str(info.parent))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
+    environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ |= {"HF_HOME": str(tmp_path / "home")}
+    started = []
+
+    def run(*commands, **variables):
+        for command in commands:
+            words = [str(word) for word in command] + [str(script), str(reports), "--flag", "1"]
+            started.append(
+                subprocess.Popen(
+                    words,
+                    env=environ | variables,
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        outputs = [process.communicate(timeout=90)[0] for process in started]
+        found = [json.loads(file.read_text()) for file in sorted(reports.glob("*.json"))]
+        return outputs, [process.returncode for process in started], found
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+HF_ZERO = (sys.executable, "-m", "hf_zero.cli", "launch")
+ACCELERATE = (BIN / "accelerate", "launch")
+
+
+def _check(result, *, stage, ranks=2, source=None):
+    outputs, statuses, found = result
+    assert statuses == [0] * len(statuses), "\n".join(outputs)
+    assert [report["rank"] for report in found] == list(range(ranks))
+    for report in found:
+        assert report["world_size"] == ranks
+        assert report["seen"] == list(range(ranks))
+        assert (report["backend"], report["device"]) == ("gloo", "cpu")
+        assert report["stage"] == stage
+        assert report["deepspeed"] is None
+        assert report["arguments"] == ["--flag", "1"]
+        if source is not None:
+            assert report["source"].startswith(source)
+    return "\n".join(outputs)
+
+
+def test_the_package_declares_the_hook_and_the_command():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    points = setup["options.entry_points"]
+    assert HOOK in points["torch.backends"]
+    assert "hf-zero = hf_zero.cli:main" in points["console_scripts"]
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("MULTI_CPU", 0), ("FSDP", 3)])
+def test_hf_zero_launch_starts_ranks_where_stock_starts_one_or_dies(launch, tmp_path, kind, stage):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: {kind}\nnum_processes: 2\nmixed_precision: bf16\n")
+    _check(launch((*HF_ZERO, "--config_file", file)), stage=stage, source="HF_ZERO_CONFIG")
+
+
+def test_the_literal_accelerate_launch_runs_a_deepspeed_yaml(launch):
+    command = (*ACCELERATE, "--config_file", RECIPES / "zero3.yaml", "--num_processes", 2)
+    output = _check(launch(command), stage=3, source="HF_ZERO_CONFIG")
+    assert output.count("DeepSpeed is not installed, hf_zero runs this ZeRO stage 3 job") == 1
+
+
+def test_the_literal_accelerate_launch_runs_the_ddp_recipe(launch):
+    command = (*ACCELERATE, "--config_file", RECIPES / "ddp.yaml", "--num_processes", 2)
+    _check(launch(command), stage=0, source="the launcher's command line")
+
+
+def test_opting_out_leaves_accelerate_alone(launch):
+    command = (*ACCELERATE, "--config_file", RECIPES / "zero3.yaml", "--num_processes", 2)
+    (output,), (status,), found = launch(command, HF_ZERO_LAUNCH_HOOK="0")
+    assert status != 0 and found == []
+    assert "hf_zero runs this" not in output
+
+
+def test_without_the_hook_multi_gpu_on_the_command_line_is_enough(launch):
+    command = (*ACCELERATE, "--config_file", RECIPES / "zero2.yaml", "--multi_gpu", "--num_processes", 2)
+    _check(launch(command, HF_ZERO_LAUNCH_HOOK="0"), stage=2, source="the launcher's command line")
+
+
+def test_a_stock_launch_that_would_train_alone_is_an_error(launch, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    (output,), (status,), found = launch((*ACCELERATE, "--config_file", file))
+    assert status != 0 and found == []
+    assert "asked for 2 processes and started one" in output
+
+
+def test_torchrun_and_python_read_the_file_that_a_variable_names(launch):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    result = launch(torchrun, HF_ZERO_CONFIG_FILE=str(RECIPES / "zero1.yaml"))
+    _check(result, stage=1, source="HF_ZERO_CONFIG_FILE")
+
+
+def test_one_process_works(launch):
+    _, statuses, (report,) = launch((sys.executable,), HF_ZERO_CONFIG_FILE=str(RECIPES / "zero1.yaml"))
+    assert (statuses, report["world_size"], report["stage"]) == ([0], 1, 1)
+
+
+def test_two_machines_on_one(launch):
+    """Two launchers, as on two machines, each with two of the four ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = ("--config_file", RECIPES / "zero2.yaml", "--num_processes", 4, "--num_machines", 2)
+    meeting = ("--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    commands = [(*HF_ZERO, *shared, *meeting, "--machine_rank", rank) for rank in (0, 1)]
+    _check(launch(*commands, GLOO_SOCKET_IFNAME="lo"), stage=2, ranks=4, source="HF_ZERO_CONFIG")
+
+
+def test_a_failing_rank_fails_the_launch(launch, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import sys; sys.exit(3)\n")
+    (output,), (status,), _ = launch((*HF_ZERO, "--num_processes", 2, script))
+    assert status == 1
+    assert "exitcode  : 3" in output
