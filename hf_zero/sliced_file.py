@@ -64,6 +64,8 @@ class SlicedFile:
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
+                if length > path.stat().st_size:
+                    raise ValueError("its header is longer than the file")
                 entries = json.loads(file.read(length))
             metadata = entries.pop("__metadata__", {})
             tensors = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries.items()}

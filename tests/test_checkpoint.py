@@ -1,0 +1,184 @@
+"""Training state on disk: it resumes at any world size and stage, and never appears half-written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero import checkpoint
+from hf_zero.comm import Communicator
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.sliced_file import SlicedFile
+from tests.harness import distributed, run_ranks
+
+
+def trainer_for(folder, stage, steps, **arguments):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_zero
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    generator = torch.Generator().manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 96, (64, 12), generator=generator).tolist()]
+    defaults = {
+        "output_dir": folder,
+        "zero_stage": stage,
+        "max_steps": steps,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "optim": "adamw_torch_fused",
+    }
+    args = hf_zero.ZeroTrainingArguments(**(defaults | arguments))
+    return hf_zero.ZeroTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=data, eval_dataset=data[:8])
+
+
+def train(folder, stage, batch, steps=6, resume=None, **arguments):
+    """Losses by step; `batch` times the world size stays the same, so the data order does too."""
+    trainer = trainer_for(folder, stage, steps, per_device_train_batch_size=batch, **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return losses if resume is None else {step: loss for step, loss in losses.items() if step > 3}
+
+
+@pytest.mark.parametrize("target, ranks", [(3, 2), (2, 2), (0, 2), (3, 1), (1, 4), (3, 4)])
+def test_resume_at_another_stage_and_world_size(tmp_path, target, ranks):
+    whole = run_ranks(train, str(tmp_path / "run"), 3, 4, world_size=2)[0]
+    resumed = run_ranks(
+        train, str(tmp_path / "again"), target, 8 // ranks, resume=str(tmp_path / "run/checkpoint-3"), world_size=ranks
+    )[0]
+    assert sorted(resumed) == [4, 5, 6]
+    for step, loss in resumed.items():
+        assert abs(loss - whole[step]) <= (0 if (target, ranks) == (3, 2) else 1e-6), (step, loss, whole[step])
+
+
+def test_the_checkpoint_is_a_plain_folder(tmp_path):
+    run_ranks(train, str(tmp_path), 3, 2, 3, world_size=2)
+    folder = tmp_path / "checkpoint-3"
+    from transformers import LlamaForCausalLM
+
+    _, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    state = SlicedFile.open(folder / checkpoint.STATE_NAME)
+    assert state.tensors["lm_head.weight.exp_avg_sq"] == (torch.float32, (96, 32))
+    assert state.tensors["model.norm.weight.master"] == (torch.float32, (32,))
+
+
+def evaluate_best(folder, stage):
+    trainer = trainer_for(
+        folder,
+        stage,
+        6,
+        per_device_train_batch_size=2,
+        learning_rate=0.3,
+        eval_strategy="steps",
+        eval_steps=3,
+        load_best_model_at_end=True,
+        save_only_model=True,
+    )
+    trainer.train()
+    best = trainer.state.best_metric
+    return best, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_best_model_at_end_with_save_only_model(tmp_path, stage):
+    best, loss, folder = run_ranks(evaluate_best, str(tmp_path), stage, world_size=2)[0]
+    assert abs(best - loss) < 1e-6, (best, loss)
+    assert not (Path(folder) / checkpoint.STATE_NAME).exists()
+
+
+@distributed(world_size=2)
+def test_raw_accelerate_loop_saves_and_loads(tmp_path):
+    import hf_zero
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return accelerator.prepare(model, optimizer)
+
+    def step(model, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed + accelerator.process_index)
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    accelerator = hf_zero.ZeroAccelerator(zero_plugin=hf_zero.ZeroPlugin(zero_stage=3))
+    model, optimizer = make()
+    for seed in range(3):
+        step(model, optimizer, seed)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = [step(model, optimizer, seed) for seed in range(3, 6)]
+    accelerator.free_memory()
+    model, optimizer = make()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert [step(model, optimizer, seed) for seed in range(3, 6)] == expected
+    names = sorted(os.listdir(tmp_path / "state"))
+    assert "zero_state.safetensors" in names and "model.safetensors" in names, names
+    assert not any("optimizer" in name for name in names), names
+
+
+@distributed(world_size=2)
+def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
+    file = SlicedFile({"a": (torch.float32, (4,))}, {})
+    comm = Communicator()
+
+    def parts():
+        if comm.rank == 1:
+            raise OSError("No space left on device")
+        yield "a", 0, torch.zeros(2)
+
+    with pytest.raises(ZeroCheckpointError, match="rank 1 of 2 failed: No space left"):
+        file.write(tmp_path / "state.safetensors", comm, parts())
+    assert not (tmp_path / "state.safetensors").exists()
+
+
+def test_files_are_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5, dtype=torch.bfloat16)}
+    file = SlicedFile({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"})
+    file.write(tmp_path / "x.safetensors", Communicator(), [(name, 0, t) for name, t in tensors.items()])
+    for name, loaded in load_file(tmp_path / "x.safetensors").items():
+        assert torch.equal(loaded, tensors[name]) and loaded.dtype == tensors[name].dtype
+    target = torch.zeros(2)
+    SlicedFile.open(tmp_path / "x.safetensors").read(tmp_path / "x.safetensors", [("b", 3, target)])
+    assert target.tolist() == [3.0, 4.0]
+
+
+def test_a_torn_file_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    file = SlicedFile({"a": (torch.float32, (100,))}, {"optimizers": json.dumps([])})
+    file.write(path, Communicator(), [("a", 0, torch.ones(100))])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ZeroCheckpointError, match="x.safetensors has .* bytes, its header asks for"):
+        SlicedFile.open(path)
+    path.write_bytes(b"garbage!")
+    with pytest.raises(ZeroCheckpointError, match="is not a safetensors file"):
+        SlicedFile.open(path)
+
+
+def test_state_of_another_model_is_refused(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    import hf_zero
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.shard(model, optimizer, {"zero_stage": 3})
+    checkpoint.save_state(tmp_path, engine.buffers, engine.optimizers, engine.comm)
+    other = torch.nn.Linear(4, 5)
+    twin = hf_zero.shard(other, torch.optim.SGD(other.parameters(), lr=0.1), {"zero_stage": 3})
+    with pytest.raises(ZeroCheckpointError, match=r"'weight' has shape \(4, 4\), the model's is \(5, 4\)"):
+        checkpoint.load_state(tmp_path, twin.buffers, twin.optimizers)
+    with pytest.raises(ZeroCheckpointError, match="holds no training state"):
+        checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.optimizers)
