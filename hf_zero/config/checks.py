@@ -51,6 +51,7 @@ _SIZES: dict[str, int] = {
     "stage3_prefetch_bucket_size": 0,
     "stage3_param_persistence_threshold": 0,
 }
+WHOLE_NUMBERS = (*_INTEGERS, *_SIZES)
 _OPTIONAL = (
     "stage3_model_persistence_threshold",
     "steps_per_print",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.checks import field_problems
+from hf_zero.config.checks import WHOLE_NUMBERS, field_problems
 from hf_zero.config.origin import Origin
 from hf_zero.errors import ZeroConfigError
 
@@ -96,6 +96,10 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.zero3_init_flag is None:
             object.__setattr__(self, "zero3_init_flag", self.zero_stage == 3)
+        for name in WHOLE_NUMBERS:  # DeepSpeed's users write 5e8, which is a float in Python
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, name, int(value))
         problems = field_problems(self)
         if problems:
             raise ZeroConfigError(problems)
@@ -112,7 +116,7 @@ class ZeroConfig:
         unknown = sorted(set(changes) - set(FIELD_NAMES))
         if unknown:
             raise ZeroConfigError(f"ZeroConfig has no field {unknown[0]!r}")
-        if "zero_stage" in changes and not self.is_set("zero3_init_flag"):
+        if "zero_stage" in changes and "zero3_init_flag" not in self.chosen():
             changes.setdefault("zero3_init_flag", None)
         origins = dict(self.origins)
         origins.update({name: origin or Origin(label="argument") for name in changes if changes[name] is not None})
@@ -131,12 +135,10 @@ class ZeroConfig:
 
     def chosen(self) -> tuple[str, ...]:
         """The fields that somebody set, in a file or (without an origin) in Python."""
-        derived = ("zero3_init_flag",)
-        return tuple(
-            name
-            for name in FIELD_NAMES
-            if self.is_set(name) or (name not in derived and getattr(self, name) != self.default(name))
-        )
+        return tuple(name for name in FIELD_NAMES if self.is_set(name) or getattr(self, name) != self._unset(name))
+
+    def _unset(self, name: str) -> Any:
+        return self.zero_stage == 3 if name == "zero3_init_flag" else self.default(name)
 
     def where(self, name: str) -> str:
         """The place a value came from, for messages: "zero3.yaml:7", "argument" or "default"."""

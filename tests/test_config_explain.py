@@ -1,0 +1,118 @@
+"""`hf-zero config`: the table, JSON for machines, all errors at once; and the page that is made from the code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_zero import cli
+from hf_zero.config import reference
+from hf_zero.config.schema import FIELD_NAMES
+
+
+ROOT = Path(__file__).parent.parent
+ZERO3 = ROOT / "recipes/accelerate_configs/zero3.yaml"
+
+
+def _explain(*argv):
+    return cli.main(["config", *map(str, argv)])
+
+
+def _json(capsys, *argv):
+    status = _explain("--json", *argv)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_table_names_key_value_source_and_effect(capsys):
+    assert _explain(ZERO3, "--hidden_size", 64, "--args", "--gradient_accumulation_steps", 4) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in FIELD_NAMES:
+        assert sum(line.split(" ")[0] == name for line in lines) == 1
+    (line,) = [line for line in lines if line.startswith("gradient_accumulation_steps")]
+    assert " 4 " in line and f"{ZERO3}:11 (auto: command line (gradient_accumulation_steps))" in line
+
+
+def test_json_for_machines(capsys):
+    status, shown = _json(capsys, ZERO3, "--world_size", 2, "--args", "--per_device_train_batch_size=3", "--bf16")
+    rows = {row["key"]: row for row in shown["config"]}
+    assert status == 0
+    assert list(rows) == list(FIELD_NAMES)
+    assert rows["zero_stage"]["value"] == 3
+    assert rows["train_batch_size"]["value"] == 6
+    assert rows["overlap_comm"]["source"] == f"{ZERO3}:13"
+    assert rows["no_sync"]["source"] == "default"
+    assert shown["notes"] == []
+
+
+def test_a_training_file_owns_its_values_and_the_command_line_wins_over_it(capsys, tmp_path):
+    training = tmp_path / "train.yaml"
+    training.write_text("output_dir: out\ngradient_accumulation_steps: 2\nper_device_train_batch_size: 4\n")
+    _, shown = _json(capsys, ZERO3, training, "--world_size", 2)
+    values = {row["key"]: row["value"] for row in shown["config"]}
+    assert (values["gradient_accumulation_steps"], values["train_batch_size"]) == (2, 16)
+    _, shown = _json(capsys, ZERO3, training, "--args", "--gradient_accumulation_steps", 8)
+    assert {row["key"]: row["value"] for row in shown["config"]}["gradient_accumulation_steps"] == 8
+
+
+def test_all_problems_of_all_files_at_once(capsys, tmp_path):
+    bad = tmp_path / "ds.json"
+    bad.write_text('{"zero_optimization": {"stage": 5, "overlap_com": true}}')
+    none = tmp_path / "none.yaml"
+    assert _explain(bad, none, "--args", "--gradient_accumulation_steps", "x") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hf-zero config: 4 problems in the configuration:")
+    for words in (f"{bad}:1: unknown key", "zero_stage is 5", f"{none}: there is no such file", "steps is 'x'"):
+        assert words in error
+    status, shown = _json(capsys, bad)
+    assert (status, len(shown["problems"])) == (2, 2)
+
+
+def test_a_conflict_names_file_and_line(capsys, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 4\n")
+    assert _explain(file, "--args", "--gradient_accumulation_steps", "8") == 2
+    assert f"{file}:3" in capsys.readouterr().err
+
+
+def test_notes_follow_the_table(capsys, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2,\n "contiguous_gradients": false}}')
+    assert _explain(file) == 0
+    assert f"note: {file}:2: zero_optimization.contiguous_gradients has no effect here" in capsys.readouterr().out
+
+
+def test_keys_lists_every_table(capsys):
+    assert _explain("--keys") == 0
+    assert "| `zero_optimization.stage` | honoured |" in capsys.readouterr().out
+
+
+def test_a_file_is_needed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        _explain()
+    assert caught.value.code == 2
+
+
+def test_the_page_in_docs_is_up_to_date():
+    assert (ROOT / "docs/configuration.md").read_text() == reference.page()
+
+
+def test_the_check_mode_finds_a_stale_page(tmp_path, capsys, monkeypatch):
+    page = tmp_path / "configuration.md"
+    monkeypatch.setattr(sys, "argv", ["reference", str(page)])
+    assert reference.main() == 0
+    monkeypatch.setattr(sys, "argv", ["reference", str(page), "--check"])
+    assert reference.main() == 0
+    page.write_text(page.read_text() + "more")
+    assert reference.main() == 1
+    assert "stale" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch():
+    code = (
+        "import sys; from hf_zero import cli;"
+        f"status = cli.main(['config', '--json', {str(ZERO3)!r}]);"
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
