@@ -20,7 +20,7 @@ from hf_zero.gradients import GradientBuffer
 from hf_zero.masters import MasterGroup, Untouched
 from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
-from hf_zero.schedule import HookPoint, Schedule
+from hf_zero.schedule import Hook, HookPoint, Schedule
 from hf_zero.unit import Unit, raise_on_access
 
 
@@ -32,7 +32,9 @@ class ZeroModuleMixin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        engine_of(self).zero_grad()
+        engine = engine_of(self)
+        if engine is not None:
+            engine.zero_grad()
 
 
 class ZeroEngine:
@@ -82,9 +84,13 @@ class ZeroEngine:
             points.append((hook.module, HookPoint(hook.name, units, reads, is_root=hook.module is model)))
         self._handles = self.schedule.register(points)
         if self.param_dtype is not None:
-            self._handles.append(model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True))
+            cast = Hook(self._cast_inputs)
+            self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
         self._collect_groups()
         _attach(model, self)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the model is an ordinary module without an engine."""
 
     # -- construction -------------------------------------------------------------------------------------------
 

@@ -58,6 +58,17 @@ class HookPoint:
     is_root: bool
 
 
+class Hook(functools.partial):
+    """A hook that stays behind when its module is copied: the copy is an ordinary module."""
+
+    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
+        return _no_hook
+
+
+def _no_hook(*_args: object, **_kwargs: object) -> None:
+    """What a copied module has in the place of a hook."""
+
+
 def in_backward() -> bool:
     """Whether autograd is running: forward hooks then belong to a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -92,8 +103,8 @@ class Schedule:
         """Install every hook; the handles undo it."""
         handles = []
         for module, point in points:
-            pre = functools.partial(self._pre_forward_hook, point)
-            post = functools.partial(self._post_forward_hook, point)
+            pre = Hook(self._pre_forward_hook, point)
+            post = Hook(self._post_forward_hook, point)
             handles.append(module.register_forward_pre_hook(pre, prepend=True))
             handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
         for gradient in self._gradients:
