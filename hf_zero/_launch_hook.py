@@ -8,6 +8,7 @@ installed, and is switched off by HF_ZERO_LAUNCH_HOOK=0.
 """
 
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -29,7 +30,16 @@ def _wanted() -> bool:
         return False
     name = os.path.basename(sys.argv[0]).removesuffix(".exe")
     is_launch = name == "accelerate-launch" or (name == "accelerate" and sys.argv[1:2] == ["launch"])
-    return is_launch and importlib.util.find_spec("deepspeed") is None
+    return is_launch and not _deepspeed_is_installed()
+
+
+def _deepspeed_is_installed() -> bool:
+    """Asks for the distribution, as Accelerate does: a folder of that name on the path is not DeepSpeed."""
+    try:
+        importlib.metadata.distribution("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 class _LaunchFinder(importlib.abc.MetaPathFinder):

@@ -13,6 +13,7 @@ from hf_zero.config.consistency import (
     config_claims,
     hidden_size_of,
     resolve_auto,
+    settle,
 )
 from hf_zero.config.reference import accumulation_outcome
 from hf_zero.errors import ZeroConfigError
@@ -35,8 +36,7 @@ def _effective(yaml_value, json_value, args_value, folder):
     file.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n{pointer}{written}")
     config = ZeroConfig.from_any(file)
     arguments = {} if args_value is ABSENT else {"gradient_accumulation_steps": args_value}
-    agreed = check_consistency([*config_claims(config), *argument_claims(arguments, "TrainingArguments")])
-    return resolve_auto(config, agreed=agreed).gradient_accumulation_steps
+    return settle(config, {"TrainingArguments": arguments}).gradient_accumulation_steps
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_autos_that_nobody_fills():
     assert (config.gradient_accumulation_steps, config.gradient_clipping) == (1, 0.0)
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == ("auto", "auto")
     assert config.reduce_bucket_size == 500_000_000
-    assert config.stage3_param_persistence_threshold == 100_000
-    assert config.origins["reduce_bucket_size"].reason == "auto: DeepSpeed's default, no hidden_size known"
+    assert config.stage3_param_persistence_threshold == 0
+    assert config.origins["reduce_bucket_size"].reason == "auto: the default, no hidden_size known"
     assert config.origins["gradient_clipping"].reason == "auto: nobody asked for clipping"
 
 

@@ -1,6 +1,6 @@
 """What the launcher starts: ranks, environment, refusals. No process is started here; see test_launcher_ranks.py."""
 
-import importlib.util
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,7 +12,9 @@ from hf_zero import _launch_hook, cli
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError
 from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+from hf_zero.launcher.arguments import parse_command
 from hf_zero.launcher.environment import CommandLine, launch_arguments
+from hf_zero.launcher.start import launch_from_accelerate
 
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +208,24 @@ def test_a_bad_file_is_an_error_before_anything_starts(launched, capsys, tmp_pat
     assert "there is no such file" in capsys.readouterr().err
 
 
+def test_a_deepspeed_json_is_no_config_file(launched, capsys):
+    assert launched("--config_file", CONFIGS / "zero3_auto.json", "x.py")[:2] == (2, None)
+    assert "--deepspeed_config_file instead of --config_file" in capsys.readouterr().err
+
+
+def test_the_stand_in_says_one_line_and_starts_the_ranks(launched, capsys):
+    from accelerate.commands.launch import _validate_launch_command
+
+    argv = ["--config_file", str(RECIPES / "zero3.yaml"), "--num_processes", "2", "x.py"]
+    args, _, _ = _validate_launch_command(parse_command(argv))
+    launch_from_accelerate(args)
+    assert capsys.readouterr().out.count("\n") == 1
+    args.num_machines, args.deepspeed_multinode_launcher = 2, "pdsh"
+    with pytest.raises(SystemExit, match="hf_zero: deepspeed_multinode_launcher is 'pdsh'"):
+        launch_from_accelerate(args)
+    assert capsys.readouterr().out == ""
+
+
 # --- what a rank finds -------------------------------------------------------------------------------------------
 
 
@@ -248,7 +268,9 @@ def test_explicit_values_win_key_by_key():
     assert found.config.mixed_precision == "bf16"
     assert found.launched == launched
     assert found.source == "arguments, then HF_ZERO_CONFIG"
-    assert "stage 3" in found.describe()
+    assert found.describe() == "hf_zero: ZeRO stage 3, configured by arguments, then HF_ZERO_CONFIG"
+    noted = resolve_from_environment({"zero_stage": 2, "contiguous_gradients": False}, environ={}, commands=[])
+    assert noted.describe().endswith("configured by arguments (1 note: see `hf-zero config FILE`)")
 
 
 def test_a_rank_of_a_stock_launcher_reads_its_command_line(tmp_path):
@@ -339,7 +361,16 @@ def test_the_hook_acts_only_inside_accelerate_launch(monkeypatch, argv, opt_out,
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "accelerate.commands.launch", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if deepspeed else None)
+    real = importlib.metadata.distribution
+
+    def distribution(name):
+        if name != "deepspeed":
+            return real(name)
+        if deepspeed:
+            return object()
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     before = len(sys.meta_path)
     _launch_hook.install()
     assert (len(sys.meta_path) == before + 1) is wanted

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_zero.config import values
 from hf_zero.config.origin import Origin
-from hf_zero.config.schema import AUTO_FALLBACK, ZeroConfig
+from hf_zero.config.schema import AUTO_SIZES, ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
@@ -194,13 +194,28 @@ def resolve_auto(
         total = micro * accumulation * world_size
         reason = f"micro-batch x accumulation x ranks = {micro} x {accumulation} x {world_size}"
         resolved["train_batch_size"] = (total, _because(config, "train_batch_size", reason))
-    for name in AUTO_FALLBACK:
+    for name in AUTO_SIZES:
         if values.is_auto(getattr(config, name)):
             value, reason = _auto_size(name, hidden_size)
             resolved[name] = (value, _because(config, name, reason))
     for name, (value, origin) in resolved.items():
         config = config.replace(origin=origin, **{name: value})
     return config
+
+
+def settle(
+    config: ZeroConfig,
+    arguments: Mapping[str, Mapping[str, Any]],
+    *,
+    world_size: int | None = None,
+    hidden_size: int | None = None,
+) -> ZeroConfig:
+    """Compare ``config`` with arguments, {"TrainingArguments": {name: value}, ...}, and resolve every "auto"."""
+    claims = config_claims(config)
+    for label, values_given in arguments.items():
+        claims += argument_claims(values_given, label)
+    agreed = check_consistency(claims, world_size=world_size)
+    return resolve_auto(config, agreed=agreed, world_size=world_size, hidden_size=hidden_size)
 
 
 def _auto_size(name: str, hidden_size: int | None) -> tuple[int, str]:
@@ -210,7 +225,7 @@ def _auto_size(name: str, hidden_size: int | None) -> tuple[int, str]:
         "stage3_param_persistence_threshold": (lambda width: 10 * width, "10 x hidden_size"),
     }
     if hidden_size is None or name not in formulas:
-        return AUTO_FALLBACK[name], "DeepSpeed's default" + ("" if name not in formulas else ", no hidden_size known")
+        return ZeroConfig.default(name), "the default" + ("" if name not in formulas else ", no hidden_size known")
     formula, what = formulas[name]
     return formula(hidden_size), f"{what}, hidden_size is {hidden_size}"
 

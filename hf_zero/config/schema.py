@@ -15,13 +15,13 @@ from hf_zero.errors import ZeroConfigError
 Auto = str  # the literal "auto"; readable type hints below
 Size = int | str  # a count of elements, or a byte size such as "25MB"
 
-# What DeepSpeed falls back to when nobody says what an "auto" size should become.
-AUTO_FALLBACK: dict[str, int] = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
+# Sizes that may be "auto"; nobody knowing the model's width, they become the field's default.
+AUTO_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class ZeroConfig:
         return self.origins[name].where if name in self.origins else "default"
 
     def elements(self, name: str, itemsize: int) -> int:
-        """A bucket size in elements; an ``auto`` that nobody resolved becomes DeepSpeed's default."""
+        """A bucket size in elements; an ``auto`` that nobody resolved becomes the default."""
         value = getattr(self, name)
-        return AUTO_FALLBACK[name] if values.is_auto(value) else values.elements(value, itemsize)
+        return values.elements(self.default(name) if values.is_auto(value) else value, itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain values, without origins and notes."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_zero.config.documents import load_document
 from hf_zero.config.reader import build, read_accelerate_dict, read_flat, read_source
 from hf_zero.config.schema import ZeroConfig
+from hf_zero.errors import ZeroLaunchError
 
 
 # Options of `accelerate launch` that are configuration; the others say where and how to start.
@@ -53,7 +55,7 @@ def config_of_command(args: argparse.Namespace, folder: str | None = None) -> Ze
     layers = []
     file = config_file_of(args)
     if file is not None:
-        layers += read_source(resolve_path(file, folder))
+        layers += read_source(_accelerate_file(resolve_path(file, folder)))
     else:
         layers.append(read_flat({"zero_stage": _default_stage(args, options)}, "command line"))
     if fsdp and args.use_fsdp:
@@ -62,6 +64,15 @@ def config_of_command(args: argparse.Namespace, folder: str | None = None) -> Ze
         layers += read_source(resolve_path(args.deepspeed_config_file, folder))
     layers.append(read_flat(options, "command line"))
     return build(layers)
+
+
+def _accelerate_file(file: str) -> str:
+    if "distributed_type" not in load_document(file).data:
+        raise ZeroLaunchError(
+            f"{file} is no Accelerate configuration, it has no distributed_type: name a DeepSpeed JSON with "
+            "--use_deepspeed --deepspeed_config_file instead of --config_file"
+        )
+    return file
 
 
 def _default_stage(args: argparse.Namespace, options: dict[str, Any]) -> int | None:

@@ -44,7 +44,9 @@ class Resolved:
     launched: ZeroConfig | None = None  # what the launcher's side alone said, for consistency checks
 
     def describe(self) -> str:
-        return f"hf_zero: ZeRO stage {self.config.zero_stage}, configured by {self.source}"
+        count = len(self.config.notes)
+        notes = f" ({count} note{'s' if count > 1 else ''}: see `hf-zero config FILE`)" if count else ""
+        return f"hf_zero: ZeRO stage {self.config.zero_stage}, configured by {self.source}{notes}"
 
 
 @dataclass(frozen=True, kw_only=True)
