@@ -45,13 +45,14 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
     "max_consecutive_skips": (1, False),
     "steps_per_print": (1, False),
 }
-_SIZES: dict[str, int] = {
+# Sizes that may be "auto": where nobody knows the model's width, they become the field's default.
+SIZES: dict[str, int] = {
     "reduce_bucket_size": 1,
     "allgather_bucket_size": 1,
     "stage3_prefetch_bucket_size": 0,
     "stage3_param_persistence_threshold": 0,
 }
-WHOLE_NUMBERS = (*_INTEGERS, *_SIZES)
+WHOLE_NUMBERS = (*_INTEGERS, *SIZES)
 _OPTIONAL = (
     "stage3_model_persistence_threshold",
     "steps_per_print",
@@ -82,10 +83,10 @@ def _value_problem(name: str, value: Any) -> str | None:
         smallest, auto_allowed = _INTEGERS[name]
         if not (auto_allowed and values.is_auto(value)) and not (_is_int(value) and value >= smallest):
             return f"expected a whole number of at least {smallest}" + (' or "auto"' if auto_allowed else "")
-    if name in _SIZES and not values.is_auto(value):
+    if name in SIZES and not values.is_auto(value):
         count = values.byte_size(value) if isinstance(value, str) else value
-        if not (_is_int(count) and count >= _SIZES[name]):
-            return f'expected a count of elements of at least {_SIZES[name]}, a byte size such as "25MB", or "auto"'
+        if not (_is_int(count) and count >= SIZES[name]):
+            return f'expected a count of elements of at least {SIZES[name]}, a byte size such as "25MB", or "auto"'
     return None
 
 
@@ -102,7 +103,7 @@ def field_problems(config: "ZeroConfig") -> list[str]:
             "zero_stage",
             "expected 0 (nothing sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
         )
-    for name in (*CHOICES, *_BOOLEANS, *_INTEGERS, *_SIZES):
+    for name in (*CHOICES, *_BOOLEANS, *_INTEGERS, *SIZES):
         expected = _value_problem(name, getattr(config, name))
         if expected is not None:
             report(name, expected)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config import values
+from hf_zero.config.checks import SIZES
 from hf_zero.config.origin import Origin
-from hf_zero.config.schema import AUTO_SIZES, ZeroConfig
+from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
@@ -63,7 +64,7 @@ def _is_weak(config: ZeroConfig, name: str) -> bool:
     if name != "mixed_precision" or config.mixed_precision != "no" or not config.is_set(name):
         return False
     origin = config.origins[name]
-    return origin.file is not None and origin.written == "mixed_precision"
+    return origin.file is not None and origin.written in ("mixed_precision", "fp16")
 
 
 def argument_claims(arguments: Mapping[str, Any], label: str) -> list[Claim]:
@@ -194,7 +195,7 @@ def resolve_auto(
         total = micro * accumulation * world_size
         reason = f"micro-batch x accumulation x ranks = {micro} x {accumulation} x {world_size}"
         resolved["train_batch_size"] = (total, _because(config, "train_batch_size", reason))
-    for name in AUTO_SIZES:
+    for name in SIZES:
         if values.is_auto(getattr(config, name)):
             value, reason = _auto_size(name, hidden_size)
             resolved[name] = (value, _because(config, name, reason))

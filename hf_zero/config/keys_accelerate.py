@@ -3,7 +3,7 @@
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.keys import DEEPSPEED_KEYS, ZERO_KEYS, Key, accepted, honoured, refused, table
+from hf_zero.config.keys import DEEPSPEED_KEYS, FP16_ENABLED, ZERO_KEYS, Key, accepted, honoured, refused, table
 
 
 # Pseudo-fields, combined by the reader.
@@ -105,6 +105,7 @@ _LAUNCH = "used by the launcher"
 # Keys of the top level. Those with a field are configuration; the others belong to the launcher and pass through.
 TOP_KEYS: dict[str, Key] = table(
     honoured("mixed_precision", "mixed_precision", values.to_precision, "compute dtype; master weights are fp32"),
+    honoured("fp16", FP16_ENABLED, values.to_bool, "old form of mixed_precision fp16"),
     *(
         Key(path=name, note=_LAUNCH)
         for name in (
@@ -126,7 +127,6 @@ TOP_KEYS: dict[str, Key] = table(
             "dynamo_backend",
             "dynamo_config",
             "mpirun_config",
-            "fp16",
             "tpu_name",
             "tpu_zone",
             "tpu_use_cluster",
@@ -163,6 +163,7 @@ FLAT_KEYS: dict[str, Key] = table(
     DEEPSPEED_KEYS["scheduler"],
 )
 
+LAUNCH_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 SECTIONS = ("deepspeed_config", "fsdp_config")
 
 DISTRIBUTED_TYPES = ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config import values
+from hf_zero.config.checks import SIZES
 from hf_zero.config.documents import Document
 from hf_zero.config.keys import DEEPSPEED_KEYS, Key
 from hf_zero.config.keys_accelerate import DEEPSPEED_SECTION_KEYS, FLAT_KEYS, FSDP_KEYS, OWN_KEYS, TOP_KEYS
@@ -19,10 +20,7 @@ STAYS_AUTO = frozenset(
         "gradient_clipping",
         "train_micro_batch_size_per_gpu",
         "train_batch_size",
-        "reduce_bucket_size",
-        "allgather_bucket_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
+        *SIZES,
     )
 )
 

@@ -18,6 +18,7 @@ from hf_zero.config.keys_accelerate import (
     FSDP_OFFLOAD,
     FSDP_RESHARD,
     FSDP_STRATEGY,
+    LAUNCH_NUMBERS,
     OTHER_ACCELERATORS,
     OWN_KEYS,
     SECTIONS,
@@ -180,6 +181,10 @@ def read_accelerate(document: Document) -> list[Layer]:
     top = {key: value for key, value in data.items() if key not in SECTIONS}
     read_keys(Document(data=top, label=document.label, file=document.file, lines=document.lines), TOP_KEYS, layer)
     layer.notes = [note for note in layer.notes if not note.endswith("used by the launcher")]
+    if "mixed_precision" in layer.settings:
+        layer.take(FP16_ENABLED)  # Accelerate looks at the old switch only where the new key is missing
+    _combine_precision(layer)
+    _check_launch_numbers(document, layer)
     kind = str(data.get("distributed_type", "NO"))
     origin = Origin(
         label=document.label, file=document.file, line=document.line(("distributed_type",)), written="distributed_type"
@@ -210,6 +215,17 @@ def read_accelerate(document: Document) -> list[Layer]:
     elif kind != "DEEPSPEED":
         layer.put("zero_stage", 0, origin)
     return _with_json(layer, document)
+
+
+def _check_launch_numbers(document: Document, layer: Layer) -> None:
+    for name in LAUNCH_NUMBERS:
+        value = document.data.get(name)
+        try:
+            if value is not None:
+                values.to_int(value)
+        except ValueError as error:
+            place = Origin(label=document.label, file=document.file, line=document.line((name,)))
+            layer.problems.append(f"{place.where}: {name} is {value!r}: {error}")
 
 
 def read_accelerate_dict(data: Mapping[str, Any], label: str) -> list[Layer]:

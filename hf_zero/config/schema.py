@@ -15,14 +15,6 @@ from hf_zero.errors import ZeroConfigError
 Auto = str  # the literal "auto"; readable type hints below
 Size = int | str  # a count of elements, or a byte size such as "25MB"
 
-# Sizes that may be "auto"; nobody knowing the model's width, they become the field's default.
-AUTO_SIZES = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
