@@ -13,7 +13,6 @@ from hf_zero.config.consistency import (
     config_claims,
     hidden_size_of,
     resolve_auto,
-    settle,
 )
 from hf_zero.config.reference import accumulation_outcome
 from hf_zero.errors import ZeroConfigError
@@ -36,7 +35,8 @@ def _effective(yaml_value, json_value, args_value, folder):
     file.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n{pointer}{written}")
     config = ZeroConfig.from_any(file)
     arguments = {} if args_value is ABSENT else {"gradient_accumulation_steps": args_value}
-    return settle(config, {"TrainingArguments": arguments}).gradient_accumulation_steps
+    agreed = check_consistency([*config_claims(config), *argument_claims(arguments, "TrainingArguments")])
+    return resolve_auto(config, agreed=agreed).gradient_accumulation_steps
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,17 @@ def test_two_arguments_may_not_differ_either():
     claims += argument_claims({"gradient_accumulation_steps": 4}, "TrainingArguments")
     with pytest.raises(ZeroConfigError, match="fix: keep one of them"):
         check_consistency(claims)
+
+
+def test_the_launchers_copy_of_a_value_is_listed_once(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 4\n")
+    config = ZeroConfig.from_any(file)
+    copy = ZeroConfig.from_json(config.to_json())
+    arguments = argument_claims({"gradient_accumulation_steps": 8}, "TrainingArguments")
+    with pytest.raises(ZeroConfigError) as caught:
+        check_consistency([*config_claims(config), *config_claims(copy), *arguments])
+    assert str(caught.value).count(f"       4        {file}:3") == 1
 
 
 def test_arguments_that_say_nothing():

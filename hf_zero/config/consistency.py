@@ -99,7 +99,7 @@ def claim_readings(written: str, value: Any, origin: Origin) -> list[Claim]:
 
 def check_consistency(claims: Iterable[Claim], *, world_size: int | None = None) -> dict[str, Claim]:
     """Return the agreed value of every shared name that somebody set, or raise one error with every conflict."""
-    claims = list(claims)
+    claims = list(dict.fromkeys(claims))  # a configuration and the launcher's copy of it say the same thing twice
     agreed: dict[str, Claim] = {}
     problems = []
     for name in SHARED:
@@ -202,21 +202,6 @@ def resolve_auto(
     for name, (value, origin) in resolved.items():
         config = config.replace(origin=origin, **{name: value})
     return config
-
-
-def settle(
-    config: ZeroConfig,
-    arguments: Mapping[str, Mapping[str, Any]],
-    *,
-    world_size: int | None = None,
-    hidden_size: int | None = None,
-) -> ZeroConfig:
-    """Compare ``config`` with arguments, {"TrainingArguments": {name: value}, ...}, and resolve every "auto"."""
-    claims = config_claims(config)
-    for label, values_given in arguments.items():
-        claims += argument_claims(values_given, label)
-    agreed = check_consistency(claims, world_size=world_size)
-    return resolve_auto(config, agreed=agreed, world_size=world_size, hidden_size=hidden_size)
 
 
 def _auto_size(name: str, hidden_size: int | None) -> tuple[int, str]:
