@@ -31,7 +31,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python recipes/demo/prepare.py --config $(DEMO)
+	$(BIN)/python scripts/prepare_demo.py --config $(DEMO)
 	$(BIN)/accelerate launch --config_file recipes/accelerate_configs/zero3.yaml \
 	    --num_processes $(NUM_PROCESSES) scripts/sft.py --config $(DEMO)
 	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO)
