@@ -326,12 +326,13 @@ def test_one_silent_process_is_an_error(tmp_path):
     check_ranks_started({}, [_command("--num_processes", 1, "x.py")])
 
 
-def test_rank_environment_takes_over_from_deepspeed_and_names_the_cpu(monkeypatch):
+@pytest.mark.parametrize("other", ["DEEPSPEED", "FSDP"])
+def test_rank_environment_takes_over_and_names_the_cpu(monkeypatch, other):
     monkeypatch.setattr("hf_zero.launcher.environment.has_accelerator", lambda: False)
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_RANK": "0"}
+    environ = {f"ACCELERATE_USE_{other}": "true", "LOCAL_RANK": "0"}
     said = prepare_rank_environment(environ)
     assert environ == {"LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}
-    assert len(said) == 2
+    assert len(said) == 2 and f"from {other}".lower() in said[0].lower()
     assert prepare_rank_environment(environ) == []
     monkeypatch.setattr("hf_zero.launcher.environment.has_accelerator", lambda: True)
     environ = {"LOCAL_RANK": "0"}

@@ -119,8 +119,8 @@ def test_the_package_declares_the_hook_and_the_command():
     assert "hf-zero = hf_zero.cli:main" in points["console_scripts"]
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("MULTI_CPU", 0), ("FSDP", 3)])
-def test_hf_zero_launch_starts_ranks_where_stock_starts_one_or_dies(launch, tmp_path, kind, stage):
+@pytest.mark.parametrize(("kind", "stage"), [("MULTI_CPU", 0), ("MULTI_GPU", 0)])
+def test_hf_zero_launch_starts_ranks_where_stock_lets_them_train_alone(launch, tmp_path, kind, stage):
     file = tmp_path / "config.yaml"
     file.write_text(f"distributed_type: {kind}\nnum_processes: 2\nmixed_precision: bf16\n")
     _check(launch((*HF_ZERO, "--config_file", file)), stage=stage, source="HF_ZERO_CONFIG")
@@ -135,6 +135,15 @@ def test_the_literal_accelerate_launch_runs_a_deepspeed_yaml(launch):
 def test_the_literal_accelerate_launch_runs_the_ddp_recipe(launch):
     command = (*ACCELERATE, "--config_file", RECIPES / "ddp.yaml", "--num_processes", 2)
     _check(launch(command), stage=0, source="the launcher's command line")
+
+
+def test_a_stock_fsdp_launch_is_taken_over_by_our_classes(launch, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: 0\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+    )
+    _check(launch((*ACCELERATE, "--config_file", file)), stage=2, source="the launcher's command line")
 
 
 def test_opting_out_leaves_accelerate_alone(launch):

@@ -16,6 +16,7 @@ from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 FILE_VARIABLE = "HF_ZERO_CONFIG_FILE"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_CPU = "ACCELERATE_USE_CPU"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
@@ -78,14 +79,15 @@ def exported(config: ZeroConfig, *, use_cpu: bool) -> dict[str, str]:
 def prepare_rank_environment(environ: MutableMapping[str, str] | None = None) -> list[str]:
     """Call before Accelerate creates its state; returns one line for each thing that was changed.
 
-    Accelerate must not start DeepSpeed for a script that uses hf_zero's classes, and ranks on a machine without
-    an accelerator must not train alone: without ``ACCELERATE_USE_CPU`` Accelerate gives each of them a group of one.
+    Accelerate must not start DeepSpeed or FSDP for a script that uses hf_zero's classes, and ranks on a machine
+    without an accelerator must not train alone: without ``ACCELERATE_USE_CPU`` Accelerate gives each a group of one.
     """
     environ = os.environ if environ is None else environ
     said = []
-    if values.is_true(environ.get(USE_DEEPSPEED)):
-        del environ[USE_DEEPSPEED]
-        said.append("hf_zero: takes over from DeepSpeed, because the script uses hf_zero's classes")
+    for name, what in ((USE_DEEPSPEED, "DeepSpeed"), (_USE_FSDP, "FSDP")):
+        if values.is_true(environ.get(name)):
+            del environ[name]
+            said.append(f"hf_zero: takes over from {what}, because the script uses hf_zero's classes")
     if "LOCAL_RANK" in environ and USE_CPU not in environ and not has_accelerator():
         environ[USE_CPU] = "true"
         said.append("hf_zero: no accelerator found, the ranks run on CPU with gloo")
