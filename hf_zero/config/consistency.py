@@ -3,6 +3,7 @@
 Everything here is a pure function of values that were already read; nothing is loaded or started.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -217,5 +218,4 @@ def _auto_size(name: str, hidden_size: int | None) -> tuple[int, str]:
 
 
 def _because(config: ZeroConfig, name: str, reason: str) -> Origin:
-    base = config.origins[name].to_dict() if config.is_set(name) else {"label": "auto"}
-    return Origin(**{**base, "reason": f"auto: {reason}"})
+    return dataclasses.replace(config.origins.get(name, Origin(label="auto")), reason=f"auto: {reason}")

@@ -5,6 +5,7 @@ Three treatments: *honoured* (sets a ``ZeroConfig`` field), *accepted* (no effec
 A key that is in no table is an error with the nearest name.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -249,5 +250,5 @@ _DEEPSPEED_OWN: tuple[Key, ...] = (
 
 DEEPSPEED_KEYS: dict[str, Key] = table(
     *_DEEPSPEED_OWN,
-    *(Key(**{**vars(key), "path": f"zero_optimization.{key.path}"}) for key in ZERO_KEYS.values()),
+    *(dataclasses.replace(key, path=f"zero_optimization.{key.path}") for key in ZERO_KEYS.values()),
 )

@@ -1,5 +1,6 @@
 """The key tables of Accelerate's YAML: the top level, ``deepspeed_config`` and ``fsdp_config``."""
 
+import dataclasses
 from typing import Any
 
 from hf_zero.config import values
@@ -156,7 +157,7 @@ FLAT_KEYS: dict[str, Key] = table(
     *(key for key in DEEPSPEED_SECTION_KEYS.values()),
     *OWN_KEYS.values(),
     TOP_KEYS["mixed_precision"],
-    *(Key(**{**vars(DEEPSPEED_KEYS[f"fp16.{name}"]), "path": name}) for name in FP16_FIELDS),
+    *(dataclasses.replace(DEEPSPEED_KEYS[f"fp16.{name}"], path=name) for name in FP16_FIELDS),
     honoured("check_grad_overflow", "check_grad_overflow", values.to_bool, "inf or nan skips the step"),
     honoured("grad_accum_dtype", "grad_accum_dtype", values.to_dtype, "dtype gradients are summed in"),
     DEEPSPEED_KEYS["optimizer"],

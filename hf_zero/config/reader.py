@@ -1,5 +1,6 @@
 """Reads any accepted source into a ``ZeroConfig``: DeepSpeed JSON, Accelerate YAML, FSDP YAML, dict, arguments."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +71,8 @@ def build(layers: list[Layer]) -> ZeroConfig:
             # A number says more than "auto": it stays, even where the word comes from a stronger source.
             if name not in merged or not values.is_auto(setting.value):
                 merged[name] = setting
+    if "mixed_precision" in merged and values.is_auto(merged["mixed_precision"].value):
+        del merged["mixed_precision"]  # the same as not writing it: the arguments or the launcher decide
     settings = {name: _resolve_plain_auto(name, setting) for name, setting in merged.items()}
     chosen = {name: setting.value for name, setting in settings.items()}
     origins = {name: setting.origin for name, setting in settings.items()}
@@ -86,8 +89,7 @@ def _resolve_plain_auto(name: str, setting: Setting) -> Setting:
     if not values.is_auto(setting.value) or name in STAYS_AUTO:
         return setting
     default = ZeroConfig.default(name)
-    origin = Origin(**{**setting.origin.to_dict(), "reason": f"auto: the default, {default!r}"})
-    return Setting(value=default, origin=origin)
+    return Setting(value=default, origin=dataclasses.replace(setting.origin, reason=f"auto: the default, {default!r}"))
 
 
 def _layer_of(config: ZeroConfig) -> Layer:
@@ -287,7 +289,7 @@ def _read_fsdp(section: Document, layer: Layer) -> None:
         else:
             stage = _STAGE_OF_STRATEGY[chosen.value]
         reason = f"{chosen.origin.written} {chosen.value} is ZeRO stage {stage}"
-        layer.put("zero_stage", stage, Origin(**{**chosen.origin.to_dict(), "reason": reason}))
+        layer.put("zero_stage", stage, dataclasses.replace(chosen.origin, reason=reason))
         if str(chosen.value).startswith("HYBRID"):
             layer.notes.append(
                 f"{chosen.origin.where}: {chosen.value} shards over all ranks here, not only inside each machine: "
