@@ -56,14 +56,17 @@ def test_blocks_that_only_some_micro_batches_use():
 
 
 class Branches(Block):
-    """Two ways through a block; which one is taken depends on the data, and so on the rank."""
+    """Two ways through a block; at every call the ranks take different ones."""
+
+    turn = 0
 
     def __init__(self):
         super().__init__()
         self.ways = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
     def forward(self, x):
-        return self.ways[int(x.sum() > 0)](super().forward(x))
+        self.turn += 1
+        return self.ways[(self.turn + dist.get_rank()) % 2](super().forward(x))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -73,6 +76,18 @@ def test_ranks_take_different_ways_through_a_block(world_size):
 
 def _different_ways():
     check_net(seeded(lambda: Net(block=Branches)), plan=Plan(steps=4, accumulation=2))
+
+
+@distributed(world_size=2, timeout=20)
+def test_ranks_take_different_ways_in_a_list_of_mixed_blocks():
+    """Dense blocks and blocks of experts in turn: a block travels as a whole, whatever its neighbours are."""
+
+    def make():
+        net = Net()
+        net.layers[1] = Branches()
+        return net
+
+    check_net(seeded(make), plan=Plan(steps=4))
 
 
 @distributed(world_size=2)

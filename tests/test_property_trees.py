@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -33,7 +34,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    kind: str  # "chain", "residual", "twice", "branch" (the data decides, so ranks differ)
+    kind: str  # "chain", "residual", "twice", "branch" (rank and data decide)
     children: tuple
 
 
@@ -80,7 +81,7 @@ class InnerModule(nn.Module):
 
     def forward(self, x):
         if self.kind == "branch":
-            return self.parts[int(x.sum() > 0) % len(self.parts)](x)
+            return self.parts[(dist.get_rank() + int(x.sum() > 0)) % len(self.parts)](x)
         y = x
         for _ in range(2 if self.kind == "twice" else 1):
             for part in self.parts:
