@@ -27,6 +27,12 @@ class Owner(Protocol):
     def on_data(self) -> None:
         """A writable alias of the values was handed out."""
 
+    def on_requires_grad(self, param: nn.Parameter) -> None:
+        """`requires_grad` of `param` was set."""
+
+    def on_replace(self, param: nn.Parameter, value: Tensor) -> None:
+        """The values of `param` are to become `value`, of another shape."""
+
 
 def _getters(names: str) -> set:
     return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
@@ -74,14 +80,31 @@ class ReadyParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+        if value.dtype != self.dtype or value.device != self.device:
             raise ValueError(
-                f"cannot replace the data of a prepared parameter of shape {tuple(self.shape)}, {self.dtype} on "
-                f"{self.device} by shape {tuple(value.shape)}, {value.dtype} on {value.device}: hf_zero owns its "
-                "storage. Convert, move or resize the model before it is prepared"
+                f"cannot make a prepared parameter of {self.dtype} on {self.device} one of {value.dtype} on "
+                f"{value.device}: hf_zero owns its storage. Convert or move the model before it is prepared"
             )
+        if value.shape != self.shape:
+            owner_of(self).on_replace(self, value.detach())
+            return
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.requires_grad.__set__(self, value)
+        owner_of(self).on_requires_grad(self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReadyParameter:
+        self.requires_grad = requires_grad
+        return self
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         # A copy belongs to no unit: it is a plain parameter with values of its own.

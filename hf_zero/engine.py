@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_zero import access, grad_norm
-from hf_zero import optimizer as optimizer_module
 from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
-from hf_zero.masters import MasterGroup, Untouched
+from hf_zero.masters import Untouched
+from hf_zero.optimizer import Binding, adopt, gather_states, repack
 from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
 from hf_zero.schedule import Hook, HookPoint, Schedule
@@ -63,30 +63,30 @@ class ZeroEngine:
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.param_dtype = DTYPES.get(config.mixed_precision)
-        self.groups: list[MasterGroup] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._group_of: dict[nn.Parameter, MasterGroup] = {}
+        self.bindings: list[Binding] = []
         self._untouched = Untouched()
         self._model = weakref.ref(model)
         plans, hooks = partition(model)
         _broadcast_buffers(model, self.comm, self.device)
         made = {plan: self._build_unit(plan, index) for index, plan in enumerate(plans)}
         self.units = list(made.values())
+        self.groups = list(dict.fromkeys(piece.group for buffer in self.buffers for piece in buffer.pieces))
         self.schedule = Schedule(
             self.units,
             prefetch=config.overlap_comm,
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
-        points = []
+        self.schedule.before_forward = self.refresh_structure
+        self._points = []
         for hook in hooks:
             units = [made[plan] for plan in hook.units]
-            reads = hook.reads_weights_in_backward
-            points.append((hook.module, HookPoint(hook.name, units, reads, is_root=hook.module is model)))
-        self._handles = self.schedule.register(points)
+            point = HookPoint(hook.name, units, hook.reads_weights_in_backward, is_root=hook.module is model)
+            self._points.append((hook.module, point))
+        self._handles = self.schedule.register(self._points)
+        self._watches = {unit: self.schedule.watch(unit) for unit in self.units}
         if self.param_dtype is not None:
             cast = Hook(self._cast_inputs)
             self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        self._collect_groups()
         _attach(model, self)
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -117,11 +117,9 @@ class ZeroEngine:
             buffers.append(buffer)
             if trainable:
                 gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type]))
-        unit = Unit(plan.name, index, buffers, gradients)
-        unit.before_access = self._before_access
-        return unit
+        return Unit(plan.name, index, buffers, gradients, self)
 
-    def _before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
+    def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":
             raise_on_access(unit, param, operation)
 
@@ -134,12 +132,6 @@ class ZeroEngine:
 
         kept = {name: value for name, value in kwargs.items() if name == "labels"}
         return tree_map(cast, args), {**tree_map(cast, {k: v for k, v in kwargs.items() if k not in kept}), **kept}
-
-    def _collect_groups(self) -> None:
-        pieces = (piece for buffer in self.buffers for piece in buffer.pieces)
-        self.groups = list(dict.fromkeys(piece.group for piece in pieces)) + [
-            group for group in dict.fromkeys(self._group_of.values()) if not group.weight.numel()
-        ]
 
     @property
     def model(self) -> nn.Module:
@@ -154,15 +146,66 @@ class ZeroEngine:
     def buffers(self) -> Iterator[FlatBuffer]:
         return (buffer for unit in self.units for buffer in unit.buffers)
 
-    # -- the training loop ----------------------------------------------------------------------------------------
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [binding.optimizer for binding in self.bindings]
+
+    # -- optimizers and structure -----------------------------------------------------------------------------------
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
-        optimizer_module.adopt(optimizer, self.buffers, self._group_of, drop_gradients=self.schedule.drop_gradients)
-        self._collect_groups()
-        self.optimizers.append(optimizer)
+        binding, states = adopt(optimizer, self, self._home(), self._bound())
+        self.bindings.append(binding)
+        self.groups = repack(self.bindings, self.buffers, states)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
         optimizer.register_step_post_hook(lambda *_: self.after_step())
+
+    def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """A group was added to an attached optimizer."""
+        self.refresh_structure()
+        binding = next(binding for binding in self.bindings if binding.optimizer is optimizer)
+        states = binding.take_new_groups(self._home(), self._bound())
+        self.groups = repack(self.bindings, self.buffers, states)
+
+    def _home(self) -> dict[nn.Parameter, FlatBuffer]:
+        return {param: buffer for buffer in self.buffers for param in buffer.params}
+
+    def _bound(self) -> set[nn.Parameter]:
+        return {param for binding in self.bindings for params in binding.groups for param in params}
+
+    def refresh_structure(self) -> None:
+        """Rebuild units in which frozen parameters are to be trained from now on; between optimizer steps only."""
+        outdated = [unit for unit in self.units if unit.outdated]
+        window_open = self.schedule.has_local_gradients or any(g.weight.grad is not None for g in self.groups)
+        if outdated and self.trainable and not window_open:
+            self._rebuild(outdated, {})
+
+    def replace_values(self, unit: Unit, param: nn.Parameter, value: Tensor) -> None:
+        """`param.data = value` with another shape (resized embeddings): its optimizer state starts afresh."""
+        self._rebuild([unit], {param: value})
+
+    def _rebuild(self, units: list[Unit], replaced: dict[nn.Parameter, Tensor]) -> None:
+        self.schedule.reshard_all()
+        whole = {}
+        for unit in units:
+            whole.update(gather_states(unit.buffers, self.bindings))
+        for unit in units:
+            plan = UnitPlan(unit.name, dict(unit.named_parameters()))
+            for handle in self._watches.pop(unit):
+                handle.remove()
+            unit.dissolve()
+            for param, value in replaced.items():
+                whole.pop(param, None)
+                param.data = value
+            new = self._build_unit(plan, unit.index)
+            self.units[unit.index] = new
+            self._watches[new] = self.schedule.watch(new)
+            for _, point in self._points:
+                point.units = [new if candidate is unit else candidate for candidate in point.units]
+        self.groups = repack(self.bindings, self.buffers, whole)
+        self.schedule.units_changed()
+
+    # -- the training loop ----------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
         """`loss.backward()`, leaving the engine ready for the next pass also when it fails."""
@@ -191,7 +234,7 @@ class ZeroEngine:
 
     def undo(self) -> None:
         """Make the model an ordinary one again, with whole parameters of its own on every rank."""
-        for handle in self._handles:
+        for handle in [*self._handles, *(handle for handles in self._watches.values() for handle in handles)]:
             handle.remove()
         for unit in self.units:
             unit.dissolve()
@@ -202,6 +245,10 @@ class ZeroEngine:
     def zero_grad(self) -> None:
         for group in self.groups:
             group.weight.grad = None
+        self.drop_local_gradients()
+
+    def drop_local_gradients(self) -> None:
+        """Forget sums of micro-batches that were not reduced yet."""
         self.schedule.drop_gradients()
 
     def _finish_reductions(self) -> None:

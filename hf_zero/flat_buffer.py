@@ -62,8 +62,7 @@ class FlatBuffer:
         self.comm.broadcast(values)
         owned = values[self.begin : self.end]
         if self.trainable:
-            master_dtype = torch.promote_types(original, torch.float32)
-            group = MasterGroup(owned.numel(), master_dtype, device)
+            group = MasterGroup(owned.numel(), self.master_dtype, device)
             group.weight.detach().copy_(owned)
             self.pieces = [Piece(0, owned.numel(), group, 0)]
         elif self.sharded:
@@ -82,6 +81,18 @@ class FlatBuffer:
         for param, view in zip(self.params, self._views(self.full), strict=True):
             access.point_to(param, view)
         self._note_versions()
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.original_dtype, torch.float32)
+
+    def index_of(self, param: nn.Parameter) -> int | None:
+        return next((index for index, own in enumerate(self.params) if own is param), None)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        index = self.index_of(param)
+        assert index is not None
+        return self.names[index]
 
     # -- storage ------------------------------------------------------------------------------------------------
 
@@ -134,6 +145,17 @@ class FlatBuffer:
         if self.owns_slice:
             return self.comm.all_gather(self.full)
         return Pending([], lambda: self.full)
+
+    def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, one per parameter, of what every rank holds in pieces (None: zeros); a collective."""
+        flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.full.device)
+        own = flat[self.begin : self.end]
+        for piece, value in zip(self.pieces, values, strict=True):
+            if value is not None:
+                own[piece.start : piece.stop] = value
+        if self.owns_slice:
+            self.comm.all_gather(flat).wait()
+        return self._views(flat)
 
     def reduce(self, partial: Tensor) -> Pending:
         """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""

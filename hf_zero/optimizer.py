@@ -2,181 +2,209 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.elementwise import check_elementwise
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.masters import MasterGroup, Piece
 
 
+# Whole tensors by parameter and kind ("weight", "exp_avg", ...), for parameters whose masters are not in a piece yet.
+WholeStates = dict[nn.Parameter, dict[str, object]]
+_WEIGHT = "weight"
+
+
 class ZeroOptimizerMixin:
-    """Added to the class of an adopted optimizer: its gradients also wait in buffers that it does not see."""
+    """Added to the class of an adopted optimizer: it steps masters, and the engine holds gradients it does not see."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._zero_drop_gradients()
+        self._zero_owner.drop_local_gradients()
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        if "_zero_owner" in self.__dict__:  # not while the optimizer builds itself
+            self._zero_owner.adopt_group(self)
+
+
+@dataclass(eq=False)
+class Binding:
+    """An adopted optimizer and the model's parameters that each of its groups stands for."""
+
+    optimizer: torch.optim.Optimizer
+    groups: list[list[nn.Parameter]] = field(default_factory=list)
+
+    def take_new_groups(self, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]) -> WholeStates:
+        """Note the parameters of groups that still hold the model's own, and return the state they had.
+
+        Raises ValueError for a tensor that is not the model's, or that another optimizer or group holds.
+        """
+        optimizer = self.optimizer
+        for i, group in enumerate(optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
+            for j, param in enumerate(group["params"]):
+                if param not in home:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} group {i} holds a tensor (number {j}, shape "
+                        f"{tuple(param.shape)}) that is not a parameter of the prepared model. Create the optimizer "
+                        "from model.parameters() of the model that you prepare, after any change to its modules "
+                        "(LoRA, resized embeddings)"
+                    )
+                if param in bound:
+                    raise ValueError(f"parameter '{home[param].name_of(param)}' is in two optimizers or groups")
+            self.groups.append(list(group["params"]))
+        taken = [param for params in self.groups for param in params if param in optimizer.state]
+        return {param: dict(optimizer.state.pop(param)) for param in taken}
 
 
 def adopt(
-    optimizer: torch.optim.Optimizer,
-    buffers: Iterable[FlatBuffer],
-    group_of: dict[nn.Parameter, MasterGroup],
-    *,
-    drop_gradients: Callable[[], None],
-) -> list[MasterGroup]:
-    """Replace the parameters of every optimizer group by one flat master tensor per dtype.
-
-    `group_of` holds the parameters that an optimizer adopted before owns; it is extended. Frozen parameters are left
-    out of the groups. Existing optimizer state moves along. Raises ValueError where the optimizer holds parameters
-    that are not among `buffers`, or is not elementwise.
-    """
-    buffers = list(buffers)
-    home = {param: (buffer, index) for buffer in buffers for index, param in enumerate(buffer.params)}
-    _check_parameters(optimizer, home, group_of)
-    _check_elementwise(optimizer)
-    wanted = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    groups = _move_masters([buffer for buffer in buffers if buffer.trainable], wanted, group_of)
-    old_state, optimizer.state = optimizer.state, defaultdict(dict)
-    for i, group in enumerate(optimizer.param_groups):
-        group["params"] = [master.weight for (label, _), master in groups.items() if label == i]
-    _move_state(old_state, optimizer, home)
+    optimizer: torch.optim.Optimizer, owner: object, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]
+) -> tuple[Binding, WholeStates]:
+    """Make `optimizer` one that steps masters; `repack` gives them to it. Raises ValueError where it cannot be one."""
+    check_elementwise(optimizer)
+    binding = Binding(optimizer)
+    states = binding.take_new_groups(home, bound)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (ZeroOptimizerMixin, base), {"__module__": base.__module__})
-    optimizer._zero_drop_gradients = drop_gradients
+    optimizer._zero_owner = owner
+    return binding, states
+
+
+def repack(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[MasterGroup]:
+    """Lay the masters out anew: one flat tensor per optimizer group and dtype, [unit][slice].
+
+    Weights and state come from the present pieces, or from `whole` where it names the parameter. Trainable parameters
+    that no optimizer holds share a group of their own, which nothing steps. Returns all groups.
+    """
+    buffers = [buffer for buffer in buffers if buffer.trainable]
+    labels = {
+        param: (b, g)
+        for b, binding in enumerate(bindings)
+        for g, params in enumerate(binding.groups)
+        for param in params
+    }
+    plans, numels = _plan(buffers, labels)
+    device = buffers[0].full.device if buffers else torch.device("cpu")
+    groups = {key: MasterGroup(numel, key[1], device) for key, numel in numels.items()}
+    states: dict[MasterGroup, dict[str, object]] = {group: {} for group in groups.values()}
+    old_states = {weight: state for binding in bindings for weight, state in binding.optimizer.state.items()}
+    scalars = _scalar_kinds(whole)
+    used = dict.fromkeys(groups, 0)
+    for buffer, runs in plans:
+        pieces = []
+        for key, start, stop in runs:
+            pieces.append(Piece(start, stop, groups[key], used[key]))
+            used[key] += stop - start
+        for piece in pieces:
+            _fill_from_pieces(buffer, piece, states[piece.group], old_states)
+            _fill_from_whole(buffer, piece, states[piece.group], whole, scalars)
+        buffer.pieces = pieces
+    for b, binding in enumerate(bindings):
+        binding.optimizer.state = defaultdict(dict)
+        for g, group in enumerate(binding.optimizer.param_groups[: len(binding.groups)]):
+            members = [master for (label, _), master in groups.items() if label == (b, g)]
+            group["params"] = [master.weight for master in members]
+            binding.optimizer.state.update({m.weight: states[m] for m in members if states[m]})
     return list(groups.values())
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, home: dict, group_of: dict) -> None:
-    for i, group in enumerate(optimizer.param_groups):
-        for j, param in enumerate(group["params"]):
-            if param not in home:
-                raise ValueError(
-                    f"{type(optimizer).__name__} group {i} holds a tensor (number {j}, shape {tuple(param.shape)}) "
-                    "that is not a parameter of the prepared model. Create the optimizer from model.parameters() of "
-                    "the model that you prepare, after any change to its modules (LoRA, resized embeddings)"
-                )
-            if param in group_of:
-                buffer, index = home[param]
-                raise ValueError(f"parameter '{buffer.names[index]}' is in two optimizers; keep it in one of them")
-
-
-def _move_masters(
-    buffers: list[FlatBuffer], wanted: dict[nn.Parameter, int], group_of: dict[nn.Parameter, MasterGroup]
-) -> dict[tuple[int, torch.dtype], MasterGroup]:
-    """Cut what this rank owns into runs per optimizer group and move each into its group's flat tensor.
-
-    Label -1 collects trainable parameters that no optimizer holds; runs of optimizers adopted before stay in place.
-    """
-    plans = []  # (buffer, old piece, (label, dtype) or None to keep, start, stop)
-    numels: dict[tuple[int, torch.dtype], int] = {}
+def _plan(buffers: list[FlatBuffer], labels: dict) -> tuple[list, dict]:
+    """Per buffer the (key, start, stop) runs of what this rank owns, and the elements of every key."""
+    numels: dict[tuple, int] = {}
+    plans = []
     for buffer in buffers:
-        kept = len(wanted) + len(buffers)  # labels of kept groups must differ from all others, and from each other
-        kept_labels: dict[MasterGroup, int] = {}
-        labels = [
-            kept + kept_labels.setdefault(group_of[param], len(kept_labels))
-            if param in group_of
-            else wanted.get(param, -1)
-            for param in buffer.params
-        ]
-        dtype = buffer.pieces[0].group.weight.dtype
-        for label in set(labels):
-            if label < kept:
-                numels.setdefault((label, dtype), 0)
-        for label, start, stop in buffer.layout.runs(buffer.begin, buffer.end, labels):
-            key = None if label >= kept else (label, dtype)
-            if key is not None:
-                numels[key] += stop - start
-            plans.append((buffer, key, start, stop))
-    device = buffers[0].full.device if buffers else torch.device("cpu")
-    groups = {key: MasterGroup(numel, key[1], device) for key, numel in numels.items()}
-    _fill(plans, groups)
-    for param in wanted:
-        for buffer in buffers:
-            if any(param is candidate for candidate in buffer.params):
-                group_of[param] = groups[wanted[param], buffer.pieces[0].group.weight.dtype]
-    return groups
+        keys = [(labels.get(param), buffer.master_dtype) for param in buffer.params]
+        for key in keys:
+            numels.setdefault(key, 0)  # a rank that owns nothing of a group has an empty tensor for it
+        runs = buffer.layout.runs(buffer.begin, buffer.end, keys)
+        for key, start, stop in runs:
+            numels[key] += stop - start
+        plans.append((buffer, runs))
+    return plans, numels
 
 
-def _fill(plans: list, groups: dict[tuple[int, torch.dtype], MasterGroup]) -> None:
-    used = dict.fromkeys(groups, 0)
-    pieces: dict[FlatBuffer, list[Piece]] = {}
-    for buffer, key, start, stop in plans:
-        new = pieces.setdefault(buffer, [])
-        if key is None:
-            new.append(next(piece for piece in buffer.pieces if piece.start == start))
-            continue
-        piece = Piece(start, stop, groups[key], used[key])
-        used[key] += stop - start
-        for old_start, old_stop, values in buffer.rest():
-            low, high = max(start, old_start), min(stop, old_stop)
-            if low < high:
-                piece.weight[low - start : high - start].copy_(values[low - old_start : high - old_start])
-        new.append(piece)
-    for buffer, new in pieces.items():
-        buffer.pieces = new
-
-
-def _move_state(old_state: dict, optimizer: torch.optim.Optimizer, home: dict) -> None:
-    """Carry the state that an optimizer had for whole parameters over to this rank's part of the flat tensors."""
-    scalars = {"step"} | {  # a state that has one parameter's shape by chance only (the 0-dim step of a scalar)
-        name
-        for param, state in old_state.items()
-        for name, value in state.items()
+def _scalar_kinds(whole: WholeStates) -> set[str]:
+    """The kinds of state that are one value per parameter: other shapes than the parameter's, at least once."""
+    return {"step"} | {
+        kind
+        for param, state in whole.items()
+        for kind, value in state.items()
         if not isinstance(value, Tensor) or value.shape != param.shape
     }
-    for param, state in old_state.items():
-        buffer, index = home[param]
-        for name, value in state.items():
-            for piece in buffer.pieces:
-                flat_state = optimizer.state[piece.group.weight]
-                if name in scalars:
-                    flat_state[name] = value
-                    continue
-                flat = flat_state.setdefault(name, torch.zeros_like(piece.group.weight, requires_grad=False))
-                begin = buffer.begin + piece.start
-                for span in buffer.layout.spans(begin, buffer.begin + piece.stop):
-                    if span.index == index:
-                        at = piece.offset + span.offset
-                        flat[at : at + span.numel] = value.reshape(-1)[span.start : span.start + span.numel]
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Step a copy of the optimizer on a matrix and on the same numbers cut into flat pieces; they must agree."""
-    generator = torch.Generator().manual_seed(0)
-    values, *grads = (torch.randn(8, 4, generator=generator) for _ in range(3))
-    try:
-        whole = _probe(optimizer, [values], [[grad] for grad in grads])
-        flat = _probe(
-            optimizer, values.reshape(-1).split((20, 12)), [grad.reshape(-1).split((20, 12)) for grad in grads]
-        )
-    except Exception as error:
-        raise ValueError(_refusal(optimizer, f"it fails on flat parameters: {error}")) from error
-    if not torch.allclose(torch.cat(whole), torch.cat(flat), rtol=1e-5, atol=1e-7):
-        raise ValueError(_refusal(optimizer, "its update of an element depends on the shape around it"))
+def _fill_from_pieces(buffer: FlatBuffer, piece: Piece, state: dict, old_states: dict) -> None:
+    for old in buffer.pieces:
+        low, high = max(piece.start, old.start), min(piece.stop, old.stop)
+        if low >= high:
+            continue
+        old_weight = old.group.weight
+        target = slice(piece.offset + low - piece.start, piece.offset + high - piece.start)
+        source = slice(old.offset + low - old.start, old.offset + high - old.start)
+        piece.group.weight.detach()[target] = old_weight.detach()[source]
+        for kind, value in old_states.get(old_weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == old_weight.shape and value.dim() == 1:
+                _flat(piece.group, state, kind, value.dtype)[target] = value[source]
+            else:
+                state[kind] = value
 
 
-def _refusal(optimizer: torch.optim.Optimizer, reason: str) -> str:
-    return (
-        f"{type(optimizer).__name__} cannot be sharded: {reason}. hf_zero steps flat slices of parameters, so it "
-        "needs an elementwise optimizer such as AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam or Lion"
-    )
+def _fill_from_whole(buffer: FlatBuffer, piece: Piece, state: dict, whole: WholeStates, scalars: set[str]) -> None:
+    begin = buffer.begin + piece.start
+    for span in buffer.layout.spans(begin, buffer.begin + piece.stop):
+        target = slice(piece.offset + span.offset, piece.offset + span.offset + span.numel)
+        for kind, value in whole.get(buffer.params[span.index], {}).items():
+            if kind in scalars:
+                state[kind] = value
+                continue
+            part = value.detach().reshape(-1)[span.start : span.start + span.numel]
+            if kind == _WEIGHT:
+                piece.group.weight.detach()[target] = part
+            else:
+                _flat(piece.group, state, kind, value.dtype)[target] = part
 
 
-def _probe(optimizer: torch.optim.Optimizer, values: Iterable[Tensor], grads: list) -> list[Tensor]:
-    """Run a twin of `optimizer` (same class and settings, no state, no hooks) on small tensors."""
-    params = [nn.Parameter(value.clone()) for value in values]
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's counter
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.state = defaultdict(dict)
-    settings = optimizer.param_groups[0] if optimizer.param_groups else {}
-    twin.param_groups = [{**settings, "params": params, "lr": 0.01}]
-    for step_grads in grads:
-        for param, grad in zip(params, step_grads, strict=True):
-            param.grad = grad.clone()
-        twin.step()
-    return [param.detach().reshape(-1) for param in params]
+def _flat(group: MasterGroup, state: dict, kind: str, dtype: torch.dtype) -> Tensor:
+    if kind not in state:
+        state[kind] = torch.zeros_like(group.weight, dtype=dtype, requires_grad=False)
+    return state[kind]
+
+
+def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> WholeStates:
+    """The whole master and state tensors of trainable buffers, on every rank; a collective."""
+    old_states = {weight: state for binding in bindings for weight, state in binding.optimizer.state.items()}
+    whole: WholeStates = {}
+    for buffer in buffers:
+        if not buffer.trainable:
+            continue
+        mine: dict[str, object] = {_WEIGHT: buffer.master_dtype}
+        for piece in buffer.pieces:
+            weight = piece.group.weight
+            for kind, value in old_states.get(weight, {}).items():
+                is_flat = isinstance(value, Tensor) and value.shape == weight.shape and value.dim() == 1
+                mine[kind] = value.dtype if is_flat else value
+        kinds: dict[str, object] = {}
+        for theirs in buffer.comm.all_gather_object(mine):  # a rank may own padding only
+            kinds.update(theirs)
+        for param in buffer.params:
+            whole[param] = {}
+        for kind, dtype in sorted(kinds.items()):
+            if isinstance(dtype, torch.dtype):
+                values = [_piece_of(piece, kind, old_states) for piece in buffer.pieces]
+                for param, value in zip(buffer.params, buffer.gather_flat(values, dtype), strict=True):
+                    whole[param][kind] = value
+            else:
+                for param in buffer.params:
+                    whole[param][kind] = dtype
+    return whole
+
+
+def _piece_of(piece: Piece, kind: str, states: dict) -> Tensor | None:
+    if kind == _WEIGHT:
+        return piece.weight
+    flat = states.get(piece.group.weight, {}).get(kind)
+    return None if flat is None else flat[piece.offset : piece.offset + piece.stop - piece.start]

@@ -83,7 +83,7 @@ class Schedule:
         self.reduce_every_microbatch = reduce_every_microbatch
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
-        self._gradients = [gradient for unit in reversed(units) for gradient in unit.gradients]
+        self.before_forward: Callable[[], None] = _no_hook
         self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
         self._reducing: deque[GradientBuffer] = deque()
         self._order: list[HookPoint] = []  # hook points in the order of the last complete forward
@@ -92,6 +92,7 @@ class Schedule:
         self._backward_at = 0  # position in `_order` that backward has come down to
         self._calls = 0  # forward calls of hooked modules so far
         self._live: dict[Unit, tuple[int, int]] = {}  # unsharded for (backward pass, call): see [Note: backward order]
+        self.units_changed()
 
     def _enter(self, phase: Phase) -> None:
         assert (self.phase, phase) in _ALLOWED, f"invalid phase transition: {self.phase} -> {phase}"
@@ -100,18 +101,28 @@ class Schedule:
     # -- registration ---------------------------------------------------------------------------------------------
 
     def register(self, points: list[tuple[nn.Module, HookPoint]]) -> list:
-        """Install every hook; the handles undo it."""
+        """Install the hooks of the modules; the handles undo it."""
         handles = []
         for module, point in points:
             pre = Hook(self._pre_forward_hook, point)
             post = Hook(self._post_forward_hook, point)
             handles.append(module.register_forward_pre_hook(pre, prepend=True))
             handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
-        for gradient in self._gradients:
-            for index, param in enumerate(gradient.buffer.params):
-                hook = functools.partial(self.on_grad, gradient, index)
-                handles.append(param.register_post_accumulate_grad_hook(hook))
         return handles
+
+    def watch(self, unit: Unit) -> list:
+        """Have `on_grad` called for every trained parameter of a unit; the handles undo it."""
+        return [
+            param.register_post_accumulate_grad_hook(functools.partial(self.on_grad, gradient, index))
+            for gradient in unit.gradients
+            for index, param in enumerate(gradient.buffer.params)
+        ]
+
+    def units_changed(self) -> None:
+        """Units were replaced: forget what is known of the old ones."""
+        self._gradients = [gradient for unit in reversed(self.units) for gradient in unit.gradients]
+        self._order, self._trace, self._on_track = [], [], False
+        self._live.clear()
 
     def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple) -> None:
         self.pre_forward(point)
@@ -136,6 +147,7 @@ class Schedule:
     def _begin_forward(self) -> None:
         if self.phase is not Phase.IDLE:  # an exception has cut off the pass before
             self.abort()
+        self.before_forward()
         self._enter(Phase.FORWARD)
         self._trace, self._on_track = [], True
         if not torch.is_grad_enabled():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -23,10 +24,27 @@ class UnitState(Enum):
     READY = "ready"  # values are there
 
 
+class UnitListener(Protocol):
+    """What a unit tells its engine."""
+
+    def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
+        """A parameter is read from outside its module; may raise."""
+
+    def replace_values(self, unit: Unit, param: nn.Parameter, value: Tensor) -> None:
+        """A parameter is to have values of another shape."""
+
+
 class Unit:
     """Parameters that travel in one collective per dtype and `requires_grad` (normally: one collective)."""
 
-    def __init__(self, name: str, index: int, buffers: list[FlatBuffer], gradients: list[GradientBuffer]) -> None:
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        buffers: list[FlatBuffer],
+        gradients: list[GradientBuffer],
+        listener: UnitListener,
+    ) -> None:
         self.name, self.index = name, index
         self.buffers, self.gradients = buffers, gradients
         self.params: list[nn.Parameter] = [param for buffer in buffers for param in buffer.params]
@@ -36,7 +54,8 @@ class Unit:
         self.accessed = False  # read from outside its module: stays until the end of backward
         self._touched = False  # `.data` was handed out since the last look for writes
         self._pending: list[Pending] = []
-        self.before_access: Callable[[Unit, nn.Parameter, str], None] | None = None
+        self.outdated = False  # a parameter that was frozen is to be trained
+        self.listener = listener
         access.claim(self.params, self)
         if self.sharded:
             self.state = UnitState.RESTING
@@ -100,13 +119,19 @@ class Unit:
 
     def on_access(self, param: nn.Parameter, operation: str) -> None:
         """The guard's question (see [Note: parameter classes]): gather, or raise where the user asked for that."""
-        if self.before_access is not None:
-            self.before_access(self, param, operation)
+        self.listener.before_access(self, param, operation)
         self.accessed = self.accessed or self.sharded
         self.unshard()
 
     def on_data(self) -> None:
         self._touched = True
+
+    def on_requires_grad(self, param: nn.Parameter) -> None:
+        trained = any(buffer.trainable and buffer.index_of(param) is not None for buffer in self.buffers)
+        self.outdated = self.outdated or (param.requires_grad and not trained)
+
+    def on_replace(self, param: nn.Parameter, value: Tensor) -> None:
+        self.listener.replace_values(self, param, value)
 
     def adopt_writes(self) -> None:
         """Carry over what the user wrote to the values, if anything could have been written."""

@@ -198,7 +198,7 @@ def test_copies_are_plain():
 @distributed(world_size=2)
 def test_moving_or_casting_a_prepared_model_is_refused():
     model, optimizer, engine = prepared()
-    with pytest.raises(ValueError, match=r"cannot replace the data of a prepared parameter.*before it is prepared"):
+    with pytest.raises(ValueError, match=r"cannot make a prepared parameter of .* before it is prepared"):
         model.to(torch.float64)
     model.to("cpu")
     train_step(model, optimizer, engine)
@@ -246,3 +246,51 @@ def test_a_failed_backward_leaves_the_engine_usable(stage):
         train_step(*triple)
     for (name, value), other in zip(values_of(model).items(), values_of(twin).values(), strict=True):
         assert torch.equal(value, other), name
+
+
+@STAGES
+@distributed(world_size=2)
+def test_resize_token_embeddings_on_a_prepared_model(stage):
+    model, reference = build(), build()
+    pairs = []
+    for candidate in (model, reference):
+        optimizer = torch.optim.SGD(candidate.parameters(), lr=0.1, momentum=0.9)
+        engine = hf_zero.shard(candidate, optimizer, {"zero_stage": stage if candidate is model else 0})
+        train_step(candidate, optimizer, engine)
+        torch.manual_seed(3)
+        candidate.resize_token_embeddings(80, mean_resizing=False)
+        pairs.append((candidate, optimizer, engine))
+    for candidate, optimizer, engine in pairs:
+        assert candidate.lm_head.weight.shape == candidate.model.embed_tokens.weight.shape == (80, 32)
+        for _ in range(2):
+            train_step(candidate, optimizer, engine)
+    for (name, value), other in zip(values_of(model).items(), values_of(reference).values(), strict=True):
+        assert value.shape == other.shape and torch.equal(value, other), name
+
+
+@STAGES
+@distributed(world_size=2)
+def test_tie_weights_on_a_prepared_model(stage):
+    model, optimizer, engine = prepared(stage)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    train_step(model, optimizer, engine)
+    train_step(model, optimizer, engine)
+    assert torch.equal(values_of(model)["model.embed_tokens.weight"], model.lm_head.weight)
+
+
+@STAGES
+@distributed(world_size=2)
+def test_a_group_added_to_an_attached_optimizer_is_stepped(stage):
+    model = build()
+    model.lm_head.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    engine = hf_zero.shard(model, optimizer, {"zero_stage": stage})
+    train_step(model, optimizer, engine)
+    before = values_of(model)
+    model.lm_head.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.lm_head.parameters()), "lr": 0.5})
+    train_step(model, optimizer, engine)
+    moved = values_of(model)["lm_head.weight"] - before["lm_head.weight"]
+    assert 0.4 < moved.abs().max() < 0.6, f"moved by {moved.abs().max()}, not by the new learning rate"
