@@ -1,0 +1,53 @@
+"""Finds out, by trying, whether an optimizer updates every element by itself, as stepping flat slices requires."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Step a twin of `optimizer` on a matrix and on the same numbers in flat pieces; raise ValueError on a difference.
+
+    Muon, Adafactor, LAMB and the like look at whole matrices and cannot step a slice of one; LBFGS needs a closure.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values, *grads = (torch.randn(8, 4, generator=generator) for _ in range(3))
+    try:
+        whole = _step_twin(optimizer, [values], [[grad] for grad in grads])
+        flat = _step_twin(optimizer, _pieces(values), [_pieces(grad) for grad in grads])
+    except Exception as error:
+        raise ValueError(_refusal(optimizer, f"it fails on flat parameters: {error}")) from error
+    if not torch.allclose(torch.cat(whole), torch.cat(flat), rtol=1e-5, atol=1e-7):
+        raise ValueError(_refusal(optimizer, "its update of an element depends on the shape around it"))
+
+
+def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
+    return matrix.reshape(-1).split((20, 12))
+
+
+def _refusal(optimizer: torch.optim.Optimizer, reason: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot be sharded: {reason}. hf_zero steps flat slices of parameters, so it "
+        "needs an elementwise optimizer such as AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam or Lion"
+    )
+
+
+def _step_twin(optimizer: torch.optim.Optimizer, values: Iterable[Tensor], grads: list) -> list[Tensor]:
+    """Run a twin of `optimizer` (same class and settings, no state, no hooks) on small tensors."""
+    params = [nn.Parameter(value.clone()) for value in values]
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's counter
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.state = defaultdict(dict)
+    settings = optimizer.param_groups[0] if optimizer.param_groups else {}
+    twin.param_groups = [{**settings, "params": params, "lr": 0.01}]
+    for step_grads in grads:
+        for param, grad in zip(params, step_grads, strict=True):
+            param.grad = grad.clone()
+        twin.step()
+    return [param.detach().reshape(-1) for param in params]
