@@ -43,7 +43,8 @@ class ZeroEngine:
     Args:
         model: any module; its parameters stay the same objects and become views of flat storage.
         config: stage, precision and limits.
-        group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded).
+        group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded), or a
+            communicator made for it.
         device: where flat buffers live (default: where the first parameter is).
         trainable: False for a model that is only evaluated: no gradients, no masters.
     """
@@ -53,13 +54,13 @@ class ZeroEngine:
         model: nn.Module,
         config: ZeroConfig,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Communicator | None = None,
         device: torch.device | None = None,
         trainable: bool = True,
     ) -> None:
         self.config = config
         self.trainable = trainable
-        self.comm = Communicator(group)
+        self.comm = group if isinstance(group, Communicator) else Communicator(group)
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.param_dtype = DTYPES.get(config.mixed_precision)
