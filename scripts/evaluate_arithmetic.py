@@ -12,9 +12,6 @@ import sys
 from typing import Any
 
 
-# `import torch` would load the installed launcher hook of hf_zero; here nothing of it shall take part.
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-
 ANSWER = re.compile(r"Answer:\s*(-?\d+)")
 
 
@@ -88,4 +85,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # `import torch` would load the installed launcher hook of hf_zero; here nothing of it shall take part.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     main()

@@ -9,7 +9,6 @@ the command line wins. A run that finds checkpoints in its output folder goes on
 
 import logging
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,23 +34,6 @@ class SFTScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "Settings of scripts/prepare_demo.py, kept in the same recipe; the training ignores them."},
     )
-
-
-def check_output_dir(output_dir: str) -> None:
-    """Raises before anything is loaded if the results could not be saved; leaves no trace of the check."""
-    folder = Path(output_dir).absolute()
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        # A real file is the only honest test: permission bits say little to root or on network file systems.
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"output_dir: cannot write to {output_dir!r} ({existing}: {error.strerror}). Give a folder that this user "
-            "can write to, in the recipe or with --output_dir."
-        ) from error
 
 
 def check_local_path(option: str, name: str) -> None:
@@ -112,8 +94,6 @@ def main(script_args: SFTScriptArguments, training_args: ZeroSFTConfig, model_ar
         raise ValueError(
             "load_in_4bit / load_in_8bit: quantised base weights cannot be sharded; leave the option out."
         )
-    if training_args.should_save:
-        check_output_dir(training_args.output_dir)
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing: give a folder or a name on the hub.")
     check_local_path("model_name_or_path", model_args.model_name_or_path)

@@ -1,0 +1,191 @@
+"""The package installs as it says: metadata, pins, entry points, files; and it never needs DeepSpeed or a compiler."""
+
+import ast
+import configparser
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import hf_zero
+
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_zero"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+def read_setup():
+    parser = configparser.ConfigParser(delimiters=("=",))
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def requirements(section):
+    return [Requirement(line) for line in lines(section)]
+
+
+def all_requirements():
+    setup = read_setup()
+    texts = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    return [found for text in texts for found in requirements(text) if canonicalize_name(found.name) != "hf-zero"]
+
+
+def pins(python):
+    """The pinned versions that pip would take on this Python."""
+    found = {}
+    for pin in requirements((ROOT / "constraints.txt").read_text()):
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            assert canonicalize_name(pin.name) not in found, f"{pin.name} is pinned twice for Python {python}"
+            (specifier,) = pin.specifier
+            assert specifier.operator == "==", pin
+            found[canonicalize_name(pin.name)] = specifier.version
+    return found
+
+
+def python_files():
+    for folder in ("hf_zero", "scripts", "tests", "recipes"):
+        yield from (ROOT / folder).rglob("*.py")
+
+
+def imported_modules(path):
+    """Top-level names of all modules that a file imports, by statement or by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value.split(".")[0]
+
+
+def test_metadata_is_complete_and_has_one_version():
+    metadata = read_setup()["metadata"]
+    assert metadata["name"] == "hf_zero" and metadata["license"] == "Apache-2.0"
+    assert metadata["version"] == hf_zero.__version__
+    assert "Apache License" in (ROOT / metadata["license_files"]).read_text()
+    assert set(read_setup()["options.extras_require"]) == {"trl", "peft", "plot", "dev"}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_constraints_pin_every_requirement_inside_its_range(python):
+    pinned = pins(python)
+    for requirement in all_requirements():
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"constraints.txt does not pin {requirement.name}"
+        assert requirement.specifier.contains(version), f"{requirement} does not admit the pinned {version}"
+
+
+def test_pins_name_no_build_and_no_place():
+    text = (ROOT / "constraints.txt").read_text()
+    assert not re.search(r"\+(cpu|cu\d+)|://|^\s*-", text, re.MULTILINE)
+
+
+def test_the_package_imports_only_what_it_declares():
+    declared = {canonicalize_name(found.name) for found in requirements(read_setup()["options"]["install_requires"])}
+    distributions = importlib.metadata.packages_distributions()
+    undeclared = set()
+    for path in PACKAGE.rglob("*.py"):
+        for module in set(imported_modules(path)) - set(sys.stdlib_module_names) - {"hf_zero"}:
+            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            if not names & declared and (module, path.name) not in {("trl", "trl.py"), ("peft", "trl.py")}:
+                undeclared.add((path.name, module))
+    assert not undeclared
+
+
+def test_every_declared_dependency_is_imported():
+    distributions = importlib.metadata.packages_distributions()
+    used = {
+        canonicalize_name(name)
+        for path in python_files()
+        if path.parent != ROOT / "tests"
+        for module in imported_modules(path)
+        for name in distributions.get(module, [])
+    }
+    declared = {canonicalize_name(found.name) for found in requirements(read_setup()["options"]["install_requires"])}
+    assert declared <= used, f"declared and never imported: {declared - used}"
+
+
+@pytest.mark.parametrize("path", list(python_files()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_deepspeed(path):
+    assert "deepspeed" not in set(imported_modules(path))
+
+
+def test_entry_points_lead_to_something():
+    for text in read_setup()["options.entry_points"].values():
+        for line in lines(text):
+            module, attribute = line.split("=")[1].strip().split(":")
+            assert callable(getattr(importlib.import_module(module), attribute)), line
+
+
+def test_every_folder_of_the_package_is_a_package():
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.slow
+def test_the_wheel_is_pure_python_and_holds_the_whole_package(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # A compiler that fails at once: building must not even ask for one.
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+        check=True,
+        env={**os.environ, "CC": "false", "CXX": "false"},
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hf_zero/")}
+    written = {str(path.relative_to(source)) for path in (source / "hf_zero").rglob("*") if path.is_file()}
+    assert written == shipped
+
+
+def test_make_demo_runs_the_literal_command():
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    planned = subprocess.run(
+        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    command = (
+        "accelerate launch --config_file recipes/accelerate_configs/zero3.yaml --num_processes 2 "
+        "scripts/sft.py --config recipes/demo/sft/config_demo.yaml"
+    )
+    assert command in re.sub(r"\s*\\\n\s*", " ", planned)
+    assert command in re.sub(r"\s*\\\n\s*", " ", (ROOT / "README.md").read_text())
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 200
+    assert text.index("make demo") < 800 and text.index("make test") < 800
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+    tour = re.findall(r"`([a-z_]+(?:\.py|/))`", text[text.index("## A tour") : text.index("## Tests")])
+    missing = [name for name in tour if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+    assert set(missing) <= {"accelerate_configs/"}
+
+
+def test_the_tour_leaves_out_no_file():
+    text = (ROOT / "README.md").read_text()
+    parts = [path.name for path in PACKAGE.iterdir() if path.suffix == ".py" and path.name != "__init__.py"]
+    parts += [f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")]
+    # errors.py is a bare list of exceptions.
+    assert [name for name in parts if f"`{name}`" not in text and name != "errors.py"] == []
