@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.masters import Untouched
 from hf_zero.optimizer import Binding, adopt, gather_states, repack
-from hf_zero.partition import UnitPlan, partition
+from hf_zero.order import HookPoint
+from hf_zero.partition import PERSISTENT, UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
-from hf_zero.schedule import Hook, HookPoint, Schedule
+from hf_zero.schedule import Hook, Limits, Schedule
 from hf_zero.unit import Unit, raise_on_access
 
 
@@ -67,14 +69,14 @@ class ZeroEngine:
         self.bindings: list[Binding] = []
         self._untouched = Untouched()
         self._model = weakref.ref(model)
-        plans, hooks = partition(model)
+        plans, hooks = partition(model, self._persistence(model))
         _broadcast_buffers(model, self.comm, self.device)
         made = {plan: self._build_unit(plan, index) for index, plan in enumerate(plans)}
         self.units = list(made.values())
         self.groups = list(dict.fromkeys(piece.group for buffer in self.buffers for piece in buffer.pieces))
         self.schedule = Schedule(
             self.units,
-            prefetch=config.overlap_comm,
+            limits=self._limits(),
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self.refresh_structure
@@ -90,6 +92,28 @@ class ZeroEngine:
             self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
         _attach(model, self)
 
+    def _limits(self) -> Limits:
+        config, itemsize = self.config, (self.param_dtype or torch.float32).itemsize
+        return Limits(
+            overlap=config.overlap_comm,
+            prefetch=config.elements("stage3_prefetch_bucket_size", itemsize),
+            live=config.stage3_max_live_parameters,
+            reuse=config.stage3_max_reuse_distance,
+        )
+
+    def _persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
+        """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
+        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
+        if self.placements.parameter is not Placement.SHARDED or not threshold:
+            return None
+        chosen: set[nn.Parameter] = set()
+        room = self.config.stage3_model_persistence_threshold or math.inf
+        for param in model.parameters():
+            if param.numel() < threshold and param.numel() <= room:
+                chosen.add(param)
+                room -= param.numel()
+        return chosen.__contains__
+
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is an ordinary module without an engine."""
 
@@ -102,7 +126,7 @@ class ZeroEngine:
                 raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
             split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
         buffers, gradients = [], []
-        for (dtype, trainable), params in split.items():
+        for (dtype, trainable), params in self._buckets(split):
             # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
             keeps_precision = any(param.requires_grad for param in params.values())
             buffer = FlatBuffer(
@@ -110,7 +134,7 @@ class ZeroEngine:
                 list(params.values()),
                 dtype=self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype,
                 trainable=trainable,
-                placements=self.placements,
+                placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
                 comm=self.comm,
                 device=self.device,
                 rest_dtype=dtype if keeps_precision else None,
@@ -119,6 +143,19 @@ class ZeroEngine:
             if trainable:
                 gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type]))
         return Unit(plan.name, index, buffers, gradients, self)
+
+    def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
+        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""
+        sizes = [self.config.elements(name, 4) for name in ("reduce_bucket_size", "allgather_bucket_size")]
+        room = math.inf if self.placements.parameter is Placement.SHARDED else min(sizes)
+        for key, params in split.items():
+            bucket: dict[str, nn.Parameter] = {}
+            for name, param in params.items():
+                if bucket and sum(p.numel() for p in bucket.values()) + param.numel() > room:
+                    yield key, bucket
+                    bucket = {}
+                bucket[name] = param
+            yield key, bucket
 
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
+
+
+# The names of the units that belong to the model itself.
+PERSISTENT, ROOT = "(persistent)", "(root)"
 
 
 @dataclass(eq=False)
@@ -34,9 +39,12 @@ class HookPlan:
 _SMALL_EMBEDDING = 0.01
 
 
-def partition(model: nn.Module) -> tuple[list[UnitPlan], list[HookPlan]]:
-    """Units in the order [rest, embeddings, blocks, head], and the modules to hook; the first hook is the model's.
+def partition(
+    model: nn.Module, persistent: Callable[[nn.Parameter], bool] | None = None
+) -> tuple[list[UnitPlan], list[HookPlan]]:
+    """Units in the order [persistent, rest, embeddings, blocks, head], and the modules to hook, the model first.
 
+    `persistent` picks parameters that stay whole on every rank; they make one unit, which the model itself needs.
     Parameters that several modules share belong to the first unit that holds them; every hooked module names all
     units that its parameters live in.
     """
@@ -46,13 +54,18 @@ def partition(model: nn.Module) -> tuple[list[UnitPlan], list[HookPlan]]:
     tail = _tail(model, blocks, embeddings)
 
     owner: dict[nn.Parameter, UnitPlan] = {}
+    whole = UnitPlan(PERSISTENT)
+    for param_name, param in model.named_parameters():
+        if persistent is not None and persistent(param):
+            owner[param] = whole
+            whole.params[param_name] = param
     embedding_units = [_claim(owner, names[module], [module], names) for module in embeddings]
     block_units = [_claim(owner, names[module], [module], names) for module in blocks]
     tail_units = [_claim(owner, "+".join(names[module] for module in tail), tail, names)] if tail else []
-    rest = _claim(owner, "(root)", [model], names)
+    rest = _claim(owner, ROOT, [model], names)
 
-    units = [unit for unit in [rest, *embedding_units, *block_units, *tail_units] if unit.params]
-    hooks = [HookPlan("", model, [rest] if rest.params else [])]
+    units = [unit for unit in [whole, rest, *embedding_units, *block_units, *tail_units] if unit.params]
+    hooks = [HookPlan("", model, [unit for unit in (whole, rest) if unit.params])]
     for module in [*embeddings, *blocks, *tail]:
         needed = dict.fromkeys(owner[param] for param in module.parameters())
         hooks.append(HookPlan(names[module], module, list(needed)))
@@ -84,10 +97,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     found = _outermost(model, lambda module: type(module).__name__ in repeated)
     if found:
         return found
-    lists = _outermost(
-        model,
-        lambda module: isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1,
-    )
+    lists = _outermost(model, _is_block_list)
     if lists:
         return list(dict.fromkeys(block for module_list in lists for block in module_list))
     # No repetition to go by: the direct children, looking through containers of a single child or a Sequential.
@@ -95,6 +105,14 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     while len(children) == 1 and next(children[0].children(), None) is not None:
         children = [child for child in children[0].children() if _has_params(child)]
     return children if len(children) > 1 else []
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    """A list of layers, also of different types; not a list of stacks, whose entries hold longer lists each."""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return False
+    inner = [[len(m) for m in entry.modules() if isinstance(m, nn.ModuleList)] for entry in module]
+    return not all(max(lengths, default=0) > len(module) for lengths in inner)
 
 
 def _outermost(module: nn.Module, wanted) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,7 +25,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.gradients import GradientBuffer
-from hf_zero.unit import Unit
+from hf_zero.order import ForwardOrder, HookPoint
+from hf_zero.unit import Unit, UnitState
 
 
 class Phase(Enum):
@@ -48,14 +49,14 @@ _ALLOWED = {
 _MAX_REDUCTIONS = 2
 
 
-@dataclass(eq=False)
-class HookPoint:
-    """A hooked module and the units that its forward needs."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far ahead and how long values are held at stage 3, in elements; DeepSpeed's stage3_* keys of these names."""
 
-    name: str
-    units: list[Unit]
-    reads_weights_in_backward: bool
-    is_root: bool
+    overlap: bool = True  # gather ahead and reduce behind, instead of waiting for each collective
+    prefetch: int = 1  # gathered ahead: the next unit always, further ones as long as they fit
+    live: int = 10**9  # not gathered ahead and not kept beyond this many
+    reuse: int = 0  # kept after forward if used again before this many others
 
 
 class Hook(functools.partial):
@@ -77,19 +78,16 @@ def in_backward() -> bool:
 class Schedule:
     """Reacts to the hooks of one model."""
 
-    def __init__(self, units: list[Unit], *, prefetch: bool, reduce_every_microbatch: bool) -> None:
+    def __init__(self, units: list[Unit], *, limits: Limits, reduce_every_microbatch: bool) -> None:
         self.units = units
-        self.prefetch = prefetch
+        self.limits = limits
         self.reduce_every_microbatch = reduce_every_microbatch
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
         self.before_forward: Callable[[], None] = _no_hook
         self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
         self._reducing: deque[GradientBuffer] = deque()
-        self._order: list[HookPoint] = []  # hook points in the order of the last complete forward
-        self._trace: list[HookPoint] = []  # the same, of the forward under way
-        self._on_track = False  # the forward under way has followed `_order` so far
-        self._backward_at = 0  # position in `_order` that backward has come down to
+        self._order = ForwardOrder()
         self._calls = 0  # forward calls of hooked modules so far
         self._live: dict[Unit, tuple[int, int]] = {}  # unsharded for (backward pass, call): see [Note: backward order]
         self.units_changed()
@@ -121,7 +119,7 @@ class Schedule:
     def units_changed(self) -> None:
         """Units were replaced: forget what is known of the old ones."""
         self._gradients = [gradient for unit in reversed(self.units) for gradient in unit.gradients]
-        self._order, self._trace, self._on_track = [], [], False
+        self._order.forget()
         self._live.clear()
 
     def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple) -> None:
@@ -142,50 +140,64 @@ class Schedule:
             self._begin_forward()
         for unit in point.units:
             unit.unshard()
-        self._trace_forward(point)
+        if self.phase is Phase.FORWARD:
+            self._order.visit(point)
+            self._gather_ahead(self._order.upcoming(then_backward=False))
 
     def _begin_forward(self) -> None:
         if self.phase is not Phase.IDLE:  # an exception has cut off the pass before
             self.abort()
         self.before_forward()
         self._enter(Phase.FORWARD)
-        self._trace, self._on_track = [], True
+        self._order.begin()
         if not torch.is_grad_enabled():
             self.reshard_all()  # nothing that was read or kept for a backward pass is needed by an evaluation
-
-    def _trace_forward(self, point: HookPoint) -> None:
-        if self.phase is not Phase.FORWARD:
-            return
-        at = len(self._trace)
-        self._trace.append(point)
-        self._on_track = self._on_track and at < len(self._order) and self._order[at] is point
-        following = self._following(at)
-        if self.prefetch and following is not None:
-            for unit in following.units:
-                unit.begin_unshard()
-
-    def _following(self, at: int) -> HookPoint | None:
-        """The hook point that comes after position `at`, as far as the last forward tells."""
-        return self._order[at + 1] if self._on_track and at + 1 < len(self._order) else None
 
     def post_forward(self, point: HookPoint, inputs: object, output: object) -> None:
         will_differentiate = self._hook_outputs(point, inputs, output)
         if in_backward():
             return
         if not point.is_root:
-            following = self._following(len(self._trace) - 1) if self.phase is Phase.FORWARD else None
-            last = self._on_track and following is None and len(self._trace) == len(self._order)
             for unit in point.units:
-                needed_next = following is not None and unit in following.units
-                # The last unit of forward is the first of backward.
-                if not (needed_next or (last and will_differentiate)):
+                if not (self.phase is Phase.FORWARD and self._used_again_soon(unit, will_differentiate)):
                     self._reshard(unit)
         elif self.phase is Phase.FORWARD:
-            self._order = self._trace
-            self._backward_at = len(self._order)
+            self._order.complete()
             if not will_differentiate:
                 self.reshard_all()
             self._enter(Phase.IDLE)
+
+    def _used_again_soon(self, unit: Unit, then_backward: bool) -> bool:
+        """Whether keeping the unit saves a gather within the reuse distance (the last of forward: at no distance)."""
+        passed = 0
+        for point in self._order.upcoming(then_backward):
+            if unit in point.units:
+                return passed == 0 or self._live_numel() <= self.limits.live
+            passed += sum(other.numel for other in point.units)
+            if passed > self.limits.reuse:
+                break
+        return False
+
+    def _gather_ahead(self, upcoming: Iterable[HookPoint]) -> None:
+        if not self.limits.overlap or not self.limits.prefetch:
+            return
+        ahead = 0
+        for point in upcoming:
+            units = [unit for unit in point.units if unit.sharded]
+            numel = sum(unit.numel for unit in units)
+            if ahead and ahead + numel > self.limits.prefetch:
+                return
+            ahead += numel
+            resting = [unit for unit in units if unit.state is UnitState.RESTING]
+            if resting and self._live_numel() + sum(unit.numel for unit in resting) > self.limits.live:
+                return
+            for unit in resting:
+                unit.begin_unshard()
+            if ahead >= self.limits.prefetch:
+                return
+
+    def _live_numel(self) -> int:
+        return sum(unit.numel for unit in self.units if unit.sharded and unit.state is not UnitState.RESTING)
 
     def _hook_outputs(self, point: HookPoint, inputs: object, output: object) -> bool:
         """Have `pre_backward` called before a gradient enters this call; whether there is such a gradient."""
@@ -222,8 +234,7 @@ class Schedule:
             unit.unshard()
             if not point.is_root:
                 self._live[unit] = (task, call)
-        if self.prefetch:
-            self._prefetch_backward(point)
+        self._gather_ahead(self._order.upcoming_in_backward(point))
 
     def _recompute(self, point: HookPoint) -> None:
         task = torch._C._current_graph_task_id()
@@ -239,19 +250,6 @@ class Schedule:
             if unit not in point.units and (live_task > task or (live_task == task and live_call > call)):
                 del self._live[unit]
                 self._reshard(unit)
-
-    def _prefetch_backward(self, point: HookPoint) -> None:
-        at = self._backward_at - 1
-        while at >= 0 and self._order[at] is not point:
-            at -= 1
-        if at < 0:
-            return  # another graph than the last forward's
-        self._backward_at = at
-        for earlier in reversed(self._order[:at]):
-            if earlier.reads_weights_in_backward and not earlier.is_root:
-                for unit in earlier.units:
-                    unit.begin_unshard()
-                return
 
     def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
         """A parameter's gradient is there: take it over, and reduce what is complete."""
@@ -275,7 +273,7 @@ class Schedule:
     def _begin_reduce(self, gradient: GradientBuffer) -> None:
         gradient.begin_reduce()
         self._reducing.append(gradient)
-        if len(self._reducing) > _MAX_REDUCTIONS:
+        if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap else 0):
             self._reducing.popleft().finish_reduce()
 
     def finish_backward(self) -> None:

@@ -48,6 +48,7 @@ class Unit:
         self.name, self.index = name, index
         self.buffers, self.gradients = buffers, gradients
         self.params: list[nn.Parameter] = [param for buffer in buffers for param in buffer.params]
+        self.numel = sum(buffer.layout.numel for buffer in buffers)
         self.sharded = any(buffer.sharded for buffer in buffers)
         self.state = UnitState.READY
         self.holds = 0  # gathered_parameters() scopes that are open
@@ -60,10 +61,6 @@ class Unit:
         if self.sharded:
             self.state = UnitState.RESTING
             access.guard(self.params)
-
-    @property
-    def numel(self) -> int:
-        return sum(buffer.layout.numel for buffer in self.buffers)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for buffer in self.buffers:

@@ -89,7 +89,7 @@ def test_sizes_in_elements():
     config = ZeroConfig(reduce_bucket_size="25MB", allgather_bucket_size="1MiB", stage3_prefetch_bucket_size="auto")
     assert config.elements("reduce_bucket_size", 4) == 6_250_000
     assert config.elements("allgather_bucket_size", 2) == 2**19
-    assert config.elements("stage3_prefetch_bucket_size", 2) == 50_000_000
+    assert config.elements("stage3_prefetch_bucket_size", 2) == 1
     assert config.elements("stage3_param_persistence_threshold", 2) == 0
     assert ZeroConfig(reduce_bucket_size="1B").elements("reduce_bucket_size", 4) == 1
 
