@@ -47,6 +47,7 @@ PRELOAD = (
     "transformers.trainer",
     "accelerate",
     "hf_zero.engine",
+    "hf_zero.trl",
     "tests.harness",
     "tests.zoo",
 )
