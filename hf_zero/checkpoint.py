@@ -13,7 +13,8 @@ from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.masters import MasterGroup
-from hf_zero.sliced_file import SlicedFile, agree
+from hf_zero.sliced_file import SlicedFile
+from hf_zero.staging import Part, Staged, stage
 
 
 STATE_NAME = "zero_state.safetensors"
@@ -26,13 +27,14 @@ def save_state(
     optimizers: Iterable[torch.optim.Optimizer],
     comm: Communicator,
     name: str = STATE_NAME,
-) -> None:
+    is_main: bool | None = None,
+) -> Staged:
     """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
 
     Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
-    counts) are JSON in the header. Raises ZeroCheckpointError on all ranks when one of them cannot write.
+    counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does). Raises
+    ZeroCheckpointError on all ranks when one of them cannot write.
     """
-    folder = Path(folder)
     buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
     kinds = _agreed_kinds(buffers, optimizers, comm)
@@ -42,8 +44,15 @@ def save_state(
             for kind, dtype in kinds[parameter].items():
                 tensors[f"{parameter}.{kind}"] = (dtype, shape)
     metadata = {"format": "hf_zero", "optimizers": json.dumps([_options(optimizer) for optimizer in optimizers])}
-    agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
-    SlicedFile(tensors, metadata).write(folder / name, comm, _parts(buffers, optimizers, comm))
+    file = SlicedFile(tensors, metadata)
+
+    def parts() -> Iterator[Part]:
+        for tensor, start, values in _parts(buffers, optimizers, comm):
+            yield name, tensor, start, values
+
+    staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main)
+    staged.commit()
+    return staged
 
 
 def load_state(

@@ -5,31 +5,46 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Communicator
+from hf_zero.checksum import checksum, combine
 from hf_zero.errors import ZeroCheckpointError
 
 
-# The dtype names of the safetensors format.
+# The dtype names of the safetensors format, in the order in which its library lays tensors out.
 _NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
+    torch.uint64: "U64",
     torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_CHUNK_BYTES = 64 * 2**20  # per system call, and the most that reading holds besides its result
+_RANKING = {dtype: rank for rank, dtype in enumerate(_NAMES)}
+# Values are cast and copied to the host in buffers of this size: what writing and reading hold besides the tensors.
+BUFFER_BYTES = 16 * 2**20
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def library_order(tensors: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors in the order that the safetensors library writes them in: wide dtypes first, then by name."""
+    return dict(sorted(tensors.items(), key=lambda item: (_RANKING[item[1][0]], item[0].encode())))
 
 
 class SlicedFile:
@@ -40,9 +55,7 @@ class SlicedFile:
         metadata: strings that the header carries.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-    ) -> None:
+    def __init__(self, tensors: Shapes, metadata: Mapping[str, str]) -> None:
         self.tensors = dict(tensors)
         self.metadata = dict(metadata)
         self._begin: dict[str, int] = {}
@@ -63,91 +76,121 @@ class SlicedFile:
         path = Path(path)
         try:
             with path.open("rb") as file:
+                size = path.stat().st_size
                 (length,) = struct.unpack("<Q", file.read(8))
-                if length > path.stat().st_size:
+                if length > size:
                     raise ValueError("its header is longer than the file")
-                entries = json.loads(file.read(length))
+                header = file.read(length)
+            entries = json.loads(header)
             metadata = entries.pop("__metadata__", {})
             tensors = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries.items()}
             opened = cls(tensors, metadata)
             opened._begin = {name: entry["data_offsets"][0] for name, entry in entries.items()}
-        except (struct.error, ValueError, KeyError) as error:
+        except (OSError, struct.error, ValueError, KeyError) as error:
             raise ZeroCheckpointError(f"{path} is not a safetensors file: {error}") from error
-        opened.header = b"\0" * (8 + length)
+        opened.header = struct.pack("<Q", length) + header
         opened.nbytes = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if path.stat().st_size != opened.nbytes:
-            raise ZeroCheckpointError(f"{path} has {path.stat().st_size} bytes, its header asks for {opened.nbytes}")
+        if size != opened.nbytes:
+            raise ZeroCheckpointError(f"{path} has {size} bytes, its header asks for {opened.nbytes}")
         return opened
 
     def position(self, name: str, start: int) -> int:
         """Where element `start` of a tensor lies in the file."""
         return len(self.header) + self._begin[name] + start * self.tensors[name][0].itemsize
 
-    def write(self, path: str | os.PathLike, comm: Communicator, parts: Iterable[tuple[str, int, Tensor]]) -> None:
-        """Write the file together: each rank gives its (name, first element, values); a collective.
-
-        The file appears under its name only when it is complete. Raises ZeroCheckpointError, on all ranks, when one
-        of them fails.
-        """
-        path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
-        agree(comm, lambda: self._create(temporary) if comm.rank == 0 else None)
-        agree(comm, lambda: self._write_parts(temporary, parts))
-        agree(comm, lambda: os.replace(temporary, path) if comm.rank == 0 else None)
-
-    def _create(self, path: Path) -> None:
+    def create(self, path: Path) -> None:
+        """Make the file with its header and its final size; the tensors are still zero."""
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
 
-    def _write_parts(self, path: Path, parts: Iterable[tuple[str, int, Tensor]]) -> None:
-        if not path.exists():
-            raise OSError(f"{path}, made by rank 0, is not visible here: the ranks share no file system")
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            for name, start, values in parts:
-                _write_all(descriptor, values.to(self.tensors[name][0]), self.position(name, start))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def read(self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]]) -> dict[str, int]:
+        """Fill each part's tensor with the values of `name` from element `start` on (no collective).
 
-    def read(self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]]) -> None:
-        """Fill each part's tensor with the values of `name` from element `start` on (no collective)."""
+        Returns the checksums of what was read, added by name.
+        """
+        sums: dict[str, int] = {}
         descriptor = os.open(path, os.O_RDONLY)
         try:
             for name, start, target in parts:
-                values = _read_all(descriptor, self.tensors[name][0], target.numel(), self.position(name, start))
-                target.copy_(values.view(target.shape))
+                dtype = self.tensors[name][0]
+                flat = target.detach().view(-1)
+                step = max(1, BUFFER_BYTES // dtype.itemsize)
+                for at in range(0, flat.numel(), step):
+                    count = min(step, flat.numel() - at)
+                    values = _read_all(descriptor, dtype, count, self.position(name, start + at))
+                    sums[name] = combine(sums.get(name, 0), checksum(values, start + at))
+                    flat[at : at + count].copy_(values)
         finally:
             os.close(descriptor)
+        return sums
+
+
+class SliceWriter:
+    """Puts parts of tensors into created files, through one buffer, and adds up checksums.
+
+    An error does not surface before `close`, so that ranks which stream to each other stay in step.
+    """
+
+    def __init__(self, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
+        self.files, self.paths = files, paths
+        self.sums: dict[str, int] = {}
+        self.nbytes = 0
+        self._descriptors: dict[str, int] = {}
+        self._error: OSError | None = None
+
+    def put(self, file: str, name: str, start: int, values: Tensor) -> None:
+        """Write `values` as elements `start` and following of tensor `name`, cast to its dtype."""
+        if self._error is not None:
+            return
+        layout = self.files[file]
+        dtype = layout.tensors[name][0]
+        try:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self.paths[file], os.O_WRONLY)
+            for at, piece in in_buffers(values, dtype):
+                self.sums[name] = combine(self.sums.get(name, 0), checksum(piece, start + at))
+                _write_all(self._descriptors[file], piece, layout.position(name, start + at))
+                self.nbytes += piece.nbytes
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Flush to the disk. Raises the first OSError since the beginning."""
+        try:
+            for descriptor in self._descriptors.values() if self._error is None else ():
+                os.fsync(descriptor)
+        except OSError as error:
+            self._error = error
+        finally:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+        if self._error is not None:
+            raise self._error
+
+
+def in_buffers(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """(first element, part) of a tensor, cast and on the host, one buffer at a time."""
+    values = values.detach().reshape(-1)
+    step = max(1, BUFFER_BYTES // max(dtype.itemsize, values.itemsize))
+    for at in range(0, values.numel(), step):
+        yield at, values[at : at + step].to(device="cpu", dtype=dtype).contiguous()
 
 
 def _write_all(descriptor: int, values: Tensor, position: int) -> None:
-    data = memoryview(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    data = memoryview(values.view(torch.uint8).numpy())
     while data:
-        written = os.pwrite(descriptor, data[:_CHUNK_BYTES], position)
+        written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
 
 
 def _read_all(descriptor: int, dtype: torch.dtype, numel: int, position: int) -> Tensor:
     values = torch.empty(numel, dtype=dtype)
-    data = memoryview(values.view(torch.uint8).numpy()) if numel else memoryview(b"")
+    data = memoryview(values.view(torch.uint8).numpy())
     while data:
-        count = os.preadv(descriptor, [data[:_CHUNK_BYTES]], position)
+        count = os.preadv(descriptor, [data], position)
         if count == 0:
             raise ZeroCheckpointError(f"file ends {len(data)} bytes early")
         data, position = data[count:], position + count
     return values
-
-
-def agree(comm: Communicator, action) -> None:
-    """Run `action` on every rank; when it fails on one, raise on all of them. A collective."""
-    error = None
-    try:
-        action()
-    except (OSError, ValueError, RuntimeError) as caught:
-        error = caught
-    failures = [(rank, text) for rank, text in enumerate(comm.all_gather_object(error and str(error))) if text]
-    if failures:
-        rank, text = failures[0]
-        raise ZeroCheckpointError(f"rank {rank} of {comm.world_size} failed: {text}") from error

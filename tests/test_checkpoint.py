@@ -11,6 +11,7 @@ from hf_zero import checkpoint
 from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.sliced_file import SlicedFile
+from hf_zero.staging import stage
 from tests.harness import distributed, run_ranks
 
 
@@ -131,17 +132,23 @@ def test_raw_accelerate_loop_saves_and_loads(tmp_path):
 
 @distributed(world_size=2)
 def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
-    file = SlicedFile({"a": (torch.float32, (4,))}, {})
+    files = {"state.safetensors": SlicedFile({"a": (torch.float32, (4,))}, {})}
     comm = Communicator()
 
     def parts():
         if comm.rank == 1:
             raise OSError("No space left on device")
-        yield "a", 0, torch.zeros(2)
+        yield "state.safetensors", "a", 0, torch.zeros(2)
 
     with pytest.raises(ZeroCheckpointError, match="rank 1 of 2 failed: No space left"):
-        file.write(tmp_path / "state.safetensors", comm, parts())
-    assert not (tmp_path / "state.safetensors").exists()
+        stage(tmp_path, files, parts, comm, comm.rank == 0)
+    comm.barrier()
+    assert os.listdir(tmp_path) == []
+
+
+def write_alone(path, file, tensors):
+    parts = [(path.name, name, 0, tensor) for name, tensor in tensors.items()]
+    stage(path.parent, {path.name: file}, lambda: parts, Communicator(), True).commit()
 
 
 def test_files_are_safetensors(tmp_path):
@@ -149,7 +156,7 @@ def test_files_are_safetensors(tmp_path):
 
     tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5, dtype=torch.bfloat16)}
     file = SlicedFile({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"})
-    file.write(tmp_path / "x.safetensors", Communicator(), [(name, 0, t) for name, t in tensors.items()])
+    write_alone(tmp_path / "x.safetensors", file, tensors)
     for name, loaded in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(loaded, tensors[name]) and loaded.dtype == tensors[name].dtype
     target = torch.zeros(2)
@@ -160,7 +167,7 @@ def test_files_are_safetensors(tmp_path):
 def test_a_torn_file_is_named(tmp_path):
     path = tmp_path / "x.safetensors"
     file = SlicedFile({"a": (torch.float32, (100,))}, {"optimizers": json.dumps([])})
-    file.write(path, Communicator(), [("a", 0, torch.ones(100))])
+    write_alone(path, file, {"a": torch.ones(100)})
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ZeroCheckpointError, match="x.safetensors has .* bytes, its header asks for"):
         SlicedFile.open(path)

@@ -1,0 +1,168 @@
+"""Runs tensor code without values and says, for every element of the results, which source element it is.
+
+[Note: tensors without memory] Libraries recognise shared weights by their storage, so the stand-ins need real,
+distinct addresses. They lie in read-only pages that the system never has to provide: nothing reads them. A copy (`contiguous`,
+`cat`) is not made either; its result is another stand-in, and the copied runs are noted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+_aten = torch.ops.aten
+# Below this many elements on average, runs are too short to be written one by one.
+_SHORTEST_RUN = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [at, at + numel) of a tensor are elements [start, start + numel) of the source called `name`."""
+
+    at: int
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the elements of a tensor come from; `runs` is None where values were computed, not moved."""
+
+    names: frozenset[str]
+    runs: tuple[Run, ...] | None
+
+
+class Tracer(TorchDispatchMode):
+    """While it is active, tensor code works on stand-ins (see [Note: tensors without memory])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origins: dict[int, Origin] = {}  # by address of the storage
+        self._kept: list[Tensor] = []  # an address must not be used twice
+
+    def source(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A stand-in for the tensor `name`."""
+        numel = torch.Size(shape).numel()
+        return self._make(dtype, shape, Origin(frozenset([name]), (Run(0, name, 0, numel),)))
+
+    def origin(self, tensor: Tensor) -> Origin:
+        """Where the elements of `tensor`, in its own row-major order, come from."""
+        stored = self._origins.get(tensor.untyped_storage().data_ptr())
+        if stored is None:
+            return Origin(frozenset(), None)
+        return Origin(stored.names, _view_runs(stored.runs, tensor))
+
+    def _make(self, dtype: torch.dtype, shape: tuple[int, ...], origin: Origin) -> Tensor:
+        made = _stand_in(dtype, shape)
+        self._kept.append(made)
+        self._origins[made.untyped_storage().data_ptr()] = origin
+        return made
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.is_view or func in (_aten.detach.default, _aten._unsafe_view.default):
+            return func(*args, **kwargs)
+        names = frozenset(name for tensor in inputs for name in self.origin(tensor).names)
+        if not names:
+            return func(*args, **kwargs)
+        runs = self._moved(func, args, kwargs)
+        shapes = func(*tree_map(_on_meta, args), **{**tree_map(_on_meta, kwargs), **_device(kwargs)})
+        return tree_map(
+            lambda leaf: (
+                self._make(leaf.dtype, tuple(leaf.shape), Origin(names, runs)) if isinstance(leaf, Tensor) else leaf
+            ),
+            shapes,
+        )
+
+    def _moved(self, func, args, kwargs) -> tuple[Run, ...] | None:
+        """The runs of a result that is a copy; None for anything else."""
+        if func in (_aten.clone.default, _aten.contiguous.default):
+            return self.origin(args[0]).runs
+        if func is _aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return self.origin(args[0]).runs
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        if func in (_aten.cat.default, _aten.stack.default) and dim == 0:
+            parts = [self.origin(tensor).runs for tensor in args[0]]
+            if None not in parts:
+                return tuple(_joined([(t.numel(), runs) for t, runs in zip(args[0], parts, strict=True)]))
+        return None
+
+
+def _on_meta(value: object) -> object:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _device(kwargs: dict) -> dict:
+    return {"device": "meta"} if kwargs.get("device") is not None else {}
+
+
+def _stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    numel = torch.Size(shape).numel()
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the pages cannot be written: that is the point
+        return torch.frombuffer(pages, dtype=dtype, count=numel).view(shape)
+
+
+def _joined(parts: list[tuple[int, tuple[Run, ...]]]) -> Iterator[Run]:
+    offset = 0
+    for numel, runs in parts:
+        for run in runs:
+            yield Run(offset + run.at, run.name, run.start, run.numel)
+        offset += numel
+
+
+def _view_runs(stored: tuple[Run, ...] | None, view: Tensor) -> tuple[Run, ...] | None:
+    """The runs of a strided view of a storage that holds `stored`; None where they would be too short."""
+    if stored is None:
+        return None
+    if view.numel() == 0:
+        return ()
+    length, outer = 1, list(zip(view.shape, view.stride(), strict=True))
+    while outer and (outer[-1][0] == 1 or outer[-1][1] == length):
+        length *= outer.pop()[0]
+    if outer and length < _SHORTEST_RUN:
+        return None
+    runs: list[Run] = []
+    for number, index in enumerate(itertools.product(*(range(size) for size, _ in outer))):
+        begin = view.storage_offset() + sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+        runs.extend(_cut(stored, begin, begin + length, number * length))
+    return tuple(_merged(runs))
+
+
+def _cut(stored: tuple[Run, ...], begin: int, end: int, at: int) -> Iterator[Run]:
+    """The part [begin, end) of `stored`, moved to position `at`."""
+    for run in stored:
+        low, high = max(begin, run.at), min(end, run.at + run.numel)
+        if low < high:
+            yield Run(at + low - begin, run.name, run.start + low - run.at, high - low)
+
+
+def _merged(runs: list[Run]) -> Iterator[Run]:
+    last: Run | None = None
+    for run in runs:
+        if last is not None and (last.name, last.at + last.numel, last.start + last.numel) == (
+            run.name,
+            run.at,
+            run.start,
+        ):
+            last = Run(last.at, last.name, last.start, last.numel + run.numel)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last

@@ -1,0 +1,192 @@
+"""Writes sliced files into a folder, by all ranks at once, so that they appear only when all of them are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_zero.checksum import combine
+from hf_zero.comm import Communicator
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.sliced_file import BUFFER_BYTES, SlicedFile, SliceWriter
+
+
+# (file, tensor name, first element, values)
+Part = tuple[str, str, int, Tensor]
+_TEMPORARY = ".tmp"
+
+
+def agree(comm: Communicator, action: Callable[[], object]) -> None:
+    """Run `action` on every rank; when it fails on one, raise ZeroCheckpointError on all of them. A collective."""
+    error = None
+    try:
+        action()
+    except (OSError, ValueError, RuntimeError) as caught:
+        error = caught
+    failures = [(rank, text) for rank, text in enumerate(comm.all_gather_object(error and str(error))) if text]
+    if failures:
+        rank, text = failures[0]
+        raise ZeroCheckpointError(f"rank {rank} of {comm.world_size} failed: {text}") from error
+
+
+def add_up(comm: Communicator, sums: Mapping[str, int]) -> dict[str, int]:
+    """The checksums of whole tensors from what every rank has written or read of them; a collective."""
+    total: dict[str, int] = {}
+    for part in comm.all_gather_object(dict(sums)):
+        for name, value in part.items():
+            total[name] = combine(total.get(name, 0), value)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """Which ranks create files, and whether all ranks write into the files of the first of them."""
+
+    creators: tuple[int, ...]
+    shared: bool
+
+
+def find_writers(folder: Path, comm: Communicator, is_main: bool) -> Writers:
+    """Try out who sees whose files in `folder`; a collective.
+
+    `is_main` says that this rank is to create files (rank 0, or one rank of every node). Raises ZeroCheckpointError
+    on all ranks where one cannot create a file.
+    """
+    token = uuid.uuid4().hex if comm.rank == 0 else None
+    token = comm.all_gather_object(token)[0]
+    mine = folder / f".probe-{token}-{comm.rank}"
+
+    def create() -> None:
+        if is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+
+    try:
+        agree(comm, create)
+        seen = {int(path.name.rsplit("-", 1)[1]) for path in folder.glob(f".probe-{token}-*")}
+        views = comm.all_gather_object((is_main, seen))
+    finally:
+        if is_main:
+            with contextlib.suppress(OSError):
+                mine.unlink(missing_ok=True)
+    mains = [rank for rank, (main, _) in enumerate(views) if main]
+    creators = tuple(rank for rank in mains if not any(other < rank for other in views[rank][1]))
+    return Writers(creators=creators, shared=all(creators[0] in seen for _, seen in views))
+
+
+@dataclass(kw_only=True)
+class Staged:
+    """Files that are complete under temporary names."""
+
+    folder: Path
+    names: list[str]
+    comm: Communicator
+    creates: bool  # this rank renames
+    sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors
+
+    def commit(self) -> None:
+        """Give the files their names; a collective."""
+
+        def rename() -> None:
+            for name in self.names if self.creates else ():
+                os.replace(self.folder / (name + _TEMPORARY), self.folder / name)
+
+        agree(self.comm, rename)
+
+    def discard(self) -> None:
+        """Remove them."""
+        for name in self.names if self.creates else ():
+            with contextlib.suppress(OSError):
+                (self.folder / (name + _TEMPORARY)).unlink(missing_ok=True)
+
+
+def stage(
+    folder: Path,
+    files: Mapping[str, SlicedFile],
+    parts: Callable[[], Iterable[Part]],
+    comm: Communicator,
+    is_main: bool,
+) -> Staged:
+    """Write `files` under temporary names; each rank gives the parts that it owns. A collective.
+
+    All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
+    parts travel to the ranks that create files, one buffer at a time.
+    """
+    writers = find_writers(folder, comm, is_main)
+    creates = comm.rank in writers.creators
+    staged = Staged(folder=folder, names=list(files), comm=comm, creates=creates)
+    paths = {name: folder / (name + _TEMPORARY) for name in files}
+    try:
+        agree(comm, lambda: _create(folder, files, paths) if creates else None)
+        writer = SliceWriter(files, paths)
+        if writers.shared:
+            agree(comm, lambda: _fill(writer, parts()))
+        else:
+            received = broadcast_parts(parts(), lambda file, name: files[file].tensors[name][0], comm)
+            for part in received:
+                if creates:
+                    writer.put(*part)
+            agree(comm, writer.close)
+        per_rank = comm.all_gather_object(writer.nbytes)
+        _check_complete(files, per_rank, writers)
+        staged.sums = add_up(comm, writer.sums if writers.shared or comm.rank == writers.creators[0] else {})
+    except BaseException:
+        staged.discard()
+        raise
+    return staged
+
+
+def _fill(writer: SliceWriter, parts: Iterable[Part]) -> None:
+    try:
+        for part in parts:
+            writer.put(*part)
+    finally:
+        writer.close()
+
+
+def _create(folder: Path, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
+    needed, free = sum(file.nbytes for file in files.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ZeroCheckpointError(f"{folder} has {free:,} bytes free, and {needed:,} are to be written")
+    for name, file in files.items():
+        file.create(paths[name])
+
+
+def _check_complete(files: Mapping[str, SlicedFile], per_rank: list[int], writers: Writers) -> None:
+    wanted = sum(file.nbytes - len(file.header) for file in files.values())
+    counts = [sum(per_rank)] if writers.shared else [per_rank[rank] for rank in writers.creators]
+    for count in counts:
+        if count != wanted:
+            raise ZeroCheckpointError(
+                f"{count:,} bytes of tensors were written, but the files {sorted(files)} need {wanted:,}: the ranks "
+                "do not agree on what they own"
+            )
+
+
+def broadcast_parts(
+    parts: Iterable[Part], dtype_of: Callable[[str, str], torch.dtype], comm: Communicator
+) -> Iterator[Part]:
+    """Yield the parts of all ranks on every rank, one buffer at a time; a collective."""
+    mine = list(parts)
+    device = torch.device("cuda" if "nccl" in comm.backend else "cpu")
+    described = [(file, name, start, values.numel()) for file, name, start, values in mine]
+    for rank, theirs in enumerate(comm.all_gather_object(described)):
+        for number, (file, name, start, numel) in enumerate(theirs):
+            dtype = dtype_of(file, name)
+            step = max(1, BUFFER_BYTES // dtype.itemsize)
+            for at in range(0, numel, step):
+                count = min(step, numel - at)
+                if rank == comm.rank:
+                    buffer = mine[number][3].detach().reshape(-1)[at : at + count]
+                    buffer = buffer.to(device=device, dtype=dtype, copy=True)
+                else:
+                    buffer = torch.empty(count, dtype=dtype, device=device)
+                yield file, name, start + at, comm.broadcast(buffer, rank)
