@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,20 +12,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_zero import access, grad_norm
+from hf_zero.build import DTYPES, UnitBuilder, broadcast_buffers, make_limits, make_scaler
 from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
-from hf_zero.masters import Untouched
+from hf_zero.loss_scale import LossScaler
 from hf_zero.optimizer import Binding, adopt, gather_states, repack
 from hf_zero.order import HookPoint
-from hf_zero.partition import PERSISTENT, UnitPlan, partition
+from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
-from hf_zero.schedule import Hook, Limits, Schedule
+from hf_zero.schedule import Hook, Schedule
+from hf_zero.step import StepControl
 from hf_zero.unit import Unit, raise_on_access
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZeroModuleMixin:
@@ -49,6 +47,7 @@ class ZeroEngine:
             communicator made for it.
         device: where flat buffers live (default: where the first parameter is).
         trainable: False for a model that is only evaluated: no gradients, no masters.
+        scaler: the loss scale, where several engines share one.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class ZeroEngine:
         group: dist.ProcessGroup | Communicator | None = None,
         device: torch.device | None = None,
         trainable: bool = True,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.config = config
         self.trainable = trainable
@@ -67,16 +67,32 @@ class ZeroEngine:
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.param_dtype = DTYPES.get(config.mixed_precision)
         self.bindings: list[Binding] = []
-        self._untouched = Untouched()
+        self.scaler = scaler or (make_scaler(config) if trainable else None)
+        self.control = StepControl(
+            self.comm,
+            sharded=self.placements.optimizer is Placement.SHARDED,
+            scaler=self.scaler,
+            checks=config.mixed_precision != "no" and (config.check_grad_overflow or self.scaler is not None),
+            max_consecutive_skips=config.max_consecutive_skips,
+        )
         self._model = weakref.ref(model)
-        plans, hooks = partition(model, self._persistence(model))
-        _broadcast_buffers(model, self.comm, self.device)
-        made = {plan: self._build_unit(plan, index) for index, plan in enumerate(plans)}
+        self._builder = UnitBuilder(
+            config=config,
+            comm=self.comm,
+            placements=self.placements,
+            device=self.device,
+            param_dtype=self.param_dtype,
+            trainable=trainable,
+            scaler=self.scaler,
+        )
+        plans, hooks = partition(model, self._builder.persistence(model))
+        broadcast_buffers(model, self.comm, self.device)
+        made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
         self.units = list(made.values())
         self.groups = list(dict.fromkeys(piece.group for buffer in self.buffers for piece in buffer.pieces))
         self.schedule = Schedule(
             self.units,
-            limits=self._limits(),
+            limits=make_limits(config),
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self.refresh_structure
@@ -92,70 +108,10 @@ class ZeroEngine:
             self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
         _attach(model, self)
 
-    def _limits(self) -> Limits:
-        config, itemsize = self.config, (self.param_dtype or torch.float32).itemsize
-        return Limits(
-            overlap=config.overlap_comm,
-            prefetch=config.elements("stage3_prefetch_bucket_size", itemsize),
-            live=config.stage3_max_live_parameters,
-            reuse=config.stage3_max_reuse_distance,
-        )
-
-    def _persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
-        """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
-        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
-        if self.placements.parameter is not Placement.SHARDED or not threshold:
-            return None
-        chosen: set[nn.Parameter] = set()
-        room = self.config.stage3_model_persistence_threshold or math.inf
-        for param in model.parameters():
-            if param.numel() < threshold and param.numel() <= room:
-                chosen.add(param)
-                room -= param.numel()
-        return chosen.__contains__
-
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is an ordinary module without an engine."""
 
     # -- construction -------------------------------------------------------------------------------------------
-
-    def _build_unit(self, plan: UnitPlan, index: int) -> Unit:
-        split: dict[tuple, dict[str, nn.Parameter]] = {}
-        for name, param in plan.params.items():
-            if access.is_prepared(param):
-                raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
-            split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
-        buffers, gradients = [], []
-        for (dtype, trainable), params in self._buckets(split):
-            # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
-            keeps_precision = any(param.requires_grad for param in params.values())
-            buffer = FlatBuffer(
-                list(params),
-                list(params.values()),
-                dtype=self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype,
-                trainable=trainable,
-                placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
-                comm=self.comm,
-                device=self.device,
-                rest_dtype=dtype if keeps_precision else None,
-            )
-            buffers.append(buffer)
-            if trainable:
-                gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type]))
-        return Unit(plan.name, index, buffers, gradients, self)
-
-    def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
-        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""
-        sizes = [self.config.elements(name, 4) for name in ("reduce_bucket_size", "allgather_bucket_size")]
-        room = math.inf if self.placements.parameter is Placement.SHARDED else min(sizes)
-        for key, params in split.items():
-            bucket: dict[str, nn.Parameter] = {}
-            for name, param in params.items():
-                if bucket and sum(p.numel() for p in bucket.values()) + param.numel() > room:
-                    yield key, bucket
-                    bucket = {}
-                bucket[name] = param
-            yield key, bucket
 
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":
@@ -235,7 +191,7 @@ class ZeroEngine:
             for param, value in replaced.items():
                 whole.pop(param, None)
                 param.data = value
-            new = self._build_unit(plan, unit.index)
+            new = self._builder.build(plan, unit.index, self)
             self.units[unit.index] = new
             self._watches[new] = self.schedule.watch(new)
             for _, point in self._points:
@@ -246,9 +202,9 @@ class ZeroEngine:
     # -- the training loop ----------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
-        """`loss.backward()`, leaving the engine ready for the next pass also when it fails."""
+        """`loss.backward()` on the scaled loss, leaving the engine ready for the next pass also when it fails."""
         try:
-            loss.backward(**kwargs)
+            (loss if self.scaler is None else loss * self.scaler.scale).backward(**kwargs)
         except BaseException:
             self.schedule.abort()
             raise
@@ -265,8 +221,7 @@ class ZeroEngine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
         self._finish_reductions()
-        sharded = self.placements.optimizer is Placement.SHARDED
-        norm = grad_norm.global_norm(self.groups, self.comm, sharded, float(norm_type))
+        norm = self.control.measure(self.groups, float(norm_type))
         grad_norm.clip_(self.groups, norm, float(max_norm))
         return norm
 
@@ -289,6 +244,14 @@ class ZeroEngine:
         """Forget sums of micro-batches that were not reduced yet."""
         self.schedule.drop_gradients()
 
+    def _gradients(self) -> list[GradientBuffer]:
+        return [gradient for unit in self.units for gradient in unit.gradients]
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out because a gradient was inf or nan."""
+        return self.control.skipped
+
     def _finish_reductions(self) -> None:
         # A step right after no_sync(): what was summed locally is reduced now.
         if self.schedule.has_local_gradients:
@@ -298,12 +261,7 @@ class ZeroEngine:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""
         self._finish_reductions()
-        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for gradient in (gradient for unit in self.units for gradient in unit.gradients):
-            for piece, start, stop in gradient.unused_spans():
-                if id(piece.group.weight) in stepped:
-                    state = optimizer.state.get(piece.group.weight, {})
-                    self._untouched.put_aside(piece.group, state, start, stop)
+        self.control.before(optimizer, self.groups, self._gradients())
         for unit in self.units:
             if not unit.sharded:
                 unit.unshard()
@@ -312,10 +270,7 @@ class ZeroEngine:
 
     def after_step(self) -> None:
         """The masters have stepped: bring up to date whatever holds casts of them."""
-        self._untouched.put_back()
-        for unit in self.units:
-            for gradient in unit.gradients:
-                gradient.used.clear()
+        self.control.after(self._gradients())
         self.after_load()
 
     def after_load(self) -> None:
@@ -325,16 +280,6 @@ class ZeroEngine:
                 unit.restore()
             else:
                 unit.begin_refresh()
-
-
-def _broadcast_buffers(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """Move module buffers to the device, with rank 0's values."""
-    for module in model.modules():
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = value = value.to(device)
-                if value.is_floating_point():
-                    comm.broadcast(value)
 
 
 def _attach(model: nn.Module, engine: ZeroEngine) -> None:

@@ -161,10 +161,11 @@ class FlatBuffer:
         """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""
         return self.comm.reduce_scatter(partial) if self.owns_slice else self.comm.all_reduce(partial)
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add the mean over ranks to the gradients of the master groups."""
+    def accumulate(self, reduced: Tensor, scale: float) -> None:
+        """Add `scale` times the mean over ranks to the gradients of the master groups."""
+        scale = scale / self.comm.world_size
         for piece in self.pieces:
-            piece.group.add_grad(piece.offset, reduced[piece.start : piece.stop], 1.0 / self.comm.world_size)
+            piece.group.add_grad(piece.offset, reduced[piece.start : piece.stop], scale)
 
     # -- writes from outside --------------------------------------------------------------------------------------
 

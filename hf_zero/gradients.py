@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_zero.comm import Pending
 from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.loss_scale import LossScaler
 from hf_zero.masters import Piece
 
 
@@ -20,8 +21,8 @@ class GradientBuffer:
     accumulate locally.
     """
 
-    def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype, scaler: LossScaler | None = None) -> None:
+        self.buffer, self.scaler = buffer, scaler
         # An fp64 model keeps its precision; everything else is reduced as configured.
         self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
         self.partial: Tensor | None = None
@@ -70,7 +71,7 @@ class GradientBuffer:
     def finish_reduce(self) -> None:
         """Wait for a reduction under way and add its result to the gradients of the masters."""
         if self._pending is not None:
-            self.buffer.accumulate(self._pending.wait())
+            self.buffer.accumulate(self._pending.wait(), 1.0 if self.scaler is None else 1.0 / self.scaler.scale)
             self._pending = None
 
     def unused_spans(self) -> Iterator[tuple[Piece, int, int]]:

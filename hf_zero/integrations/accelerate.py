@@ -22,6 +22,7 @@ from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
 from hf_zero.integrations import state
 from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+from hf_zero.loss_scale import LossScaler
 
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class ZeroOptimizer(AcceleratedOptimizer):
                 "accelerator.prepare(model, optimizer, ...)"
             )
         super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self._is_overflow = self.optimizer._zero_owner.step_was_skipped
 
 
 class ZeroAccelerator(Accelerator):
@@ -121,6 +124,7 @@ class ZeroAccelerator(Accelerator):
         self.zero_plugin = self.state.zero_plugin = plugin
         # Weights are gathered in the compute dtype: autocast, which would keep a cast of every weight, stays out.
         self.native_amp, self.scaler = False, None
+        self._scaler: LossScaler | None = None
         if self.num_processes == 1 and plugin.config.zero_stage > 0:
             self.print(f"hf_zero: one process, so stage {plugin.config.zero_stage} shards nothing")
 
@@ -154,7 +158,8 @@ class ZeroAccelerator(Accelerator):
             self._models.remove(model)
         model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
         if not evaluation_mode or config.zero_stage == 3:
-            ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode)
+            engine = ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode, scaler=self._scaler)
+            self._scaler = self._scaler or engine.scaler  # a loss may reach several models: they share one scale
             if config.zero_stage == 3:
                 # transformers' switch for generating in lockstep: ranks that are done go on calling forward.
                 model._is_fsdp_managed_module = True
@@ -190,7 +195,8 @@ class ZeroAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         kwargs.pop("learning_rate", None)  # Trainer passes it for optimizers that step inside backward
         try:
-            (loss / self.gradient_accumulation_steps).backward(**kwargs)
+            scale = 1.0 if self._scaler is None else self._scaler.scale
+            (loss * scale / self.gradient_accumulation_steps).backward(**kwargs)
         except BaseException:
             for engine in self._engines():
                 engine.schedule.abort()

@@ -1,0 +1,124 @@
+"""Builds the parts of an engine from its configuration: units with their buffers, limits, loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero import access
+from hf_zero.comm import Communicator
+from hf_zero.config import ZeroConfig
+from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.gradients import GradientBuffer
+from hf_zero.loss_scale import LossScaler
+from hf_zero.partition import PERSISTENT, UnitPlan
+from hf_zero.placement import STAGES, Placement, Placements
+from hf_zero.schedule import Limits
+from hf_zero.unit import Unit, UnitListener
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBuilder:
+    """Makes units from plans, all with the same placements, precision and limits."""
+
+    config: ZeroConfig
+    comm: Communicator
+    placements: Placements
+    device: torch.device
+    param_dtype: torch.dtype | None  # None: every parameter keeps its own
+    trainable: bool
+    scaler: LossScaler | None
+
+    def persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
+        """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
+        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
+        if self.placements.parameter is not Placement.SHARDED or not threshold:
+            return None
+        chosen: set[nn.Parameter] = set()
+        room = self.config.stage3_model_persistence_threshold or math.inf
+        for param in model.parameters():
+            if param.numel() < threshold and param.numel() <= room:
+                chosen.add(param)
+                room -= param.numel()
+        return chosen.__contains__
+
+    def build(self, plan: UnitPlan, index: int, listener: UnitListener) -> Unit:
+        """Take the parameters of `plan` over. Raises ValueError where another engine has them."""
+        split: dict[tuple, dict[str, nn.Parameter]] = {}
+        for name, param in plan.params.items():
+            if access.is_prepared(param):
+                raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
+            split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
+        buffers, gradients = [], []
+        for (dtype, trainable), params in self._buckets(split):
+            # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
+            keeps_precision = any(param.requires_grad for param in params.values())
+            buffer = FlatBuffer(
+                list(params),
+                list(params.values()),
+                dtype=self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype,
+                trainable=trainable,
+                placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
+                comm=self.comm,
+                device=self.device,
+                rest_dtype=dtype if keeps_precision else None,
+            )
+            buffers.append(buffer)
+            if trainable:
+                gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type], self.scaler))
+        return Unit(plan.name, index, buffers, gradients, listener)
+
+    def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
+        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""
+        sizes = [self.config.elements(name, 4) for name in ("reduce_bucket_size", "allgather_bucket_size")]
+        room = math.inf if self.placements.parameter is Placement.SHARDED else min(sizes)
+        for key, params in split.items():
+            bucket: dict[str, nn.Parameter] = {}
+            for name, param in params.items():
+                if bucket and sum(p.numel() for p in bucket.values()) + param.numel() > room:
+                    yield key, bucket
+                    bucket = {}
+                bucket[name] = param
+            yield key, bucket
+
+
+def make_scaler(config: ZeroConfig) -> LossScaler | None:
+    """The loss scale of fp16; None for other precisions."""
+    if config.mixed_precision != "fp16":
+        return None
+    return LossScaler(
+        scale=config.loss_scale,
+        initial_scale_power=config.initial_scale_power,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        min_scale=config.min_loss_scale,
+        consecutive_hysteresis=config.consecutive_hysteresis,
+    )
+
+
+def make_limits(config: ZeroConfig) -> Limits:
+    """The stage 3 limits, in elements."""
+    itemsize = DTYPES.get(config.mixed_precision, torch.float32).itemsize
+    return Limits(
+        overlap=config.overlap_comm,
+        prefetch=config.elements("stage3_prefetch_bucket_size", itemsize),
+        live=config.stage3_max_live_parameters,
+        reuse=config.stage3_max_reuse_distance,
+    )
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator, device: torch.device) -> None:
+    """Move module buffers to the device, with rank 0's values."""
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = value = value.to(device)
+                if value.is_floating_point():
+                    comm.broadcast(value)

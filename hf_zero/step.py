@@ -1,0 +1,104 @@
+"""Around an optimizer step: the gradient norm, skipping on overflow, parameters without a gradient."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hf_zero import grad_norm
+from hf_zero.comm import Communicator
+from hf_zero.errors import ZeroRuntimeError
+from hf_zero.gradients import GradientBuffer
+from hf_zero.loss_scale import LossScaler
+from hf_zero.masters import MasterGroup, Untouched
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepControl:
+    """Decides, the same on every rank, whether a step is applied.
+
+    Attributes:
+        skipped: whether the last step was left out because a gradient was inf or nan.
+        first_bad: the first parameter with such a gradient then (fully qualified name).
+        norm: the gradient norm before clipping of the window under way, once it was computed.
+    """
+
+    def __init__(
+        self, comm: Communicator, *, sharded: bool, scaler: LossScaler | None, checks: bool, max_consecutive_skips: int
+    ) -> None:
+        self.comm, self.sharded, self.scaler = comm, sharded, scaler
+        self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
+        self.skipped = False
+        self.first_bad: str | None = None
+        self.norm: Tensor | None = None
+        self._consecutive_skips = 0
+        self._untouched = Untouched()
+
+    def measure(self, groups: Iterable[MasterGroup], norm_type: float = 2.0) -> Tensor:
+        """The norm over all ranks' gradients; a collective."""
+        norm = grad_norm.global_norm(groups, self.comm, self.sharded, norm_type)
+        self.norm = norm
+        return norm
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, groups: list[MasterGroup], gradients: list[GradientBuffer]
+    ) -> None:
+        """Leave `optimizer` nothing to step where the step must be skipped, and put untouched parameters aside."""
+        if self.checks:
+            norm = self.measure(groups) if self.norm is None else self.norm
+            self.skipped = not math.isfinite(norm.item())
+        if self.scaler is not None:
+            self.scaler.update(self.skipped)
+        if self.skipped:
+            self._skip(groups, gradients)
+            return
+        self._consecutive_skips = 0
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for gradient in gradients:
+            for piece, start, stop in gradient.unused_spans():
+                if id(piece.group.weight) in stepped:
+                    state = optimizer.state.get(piece.group.weight, {})
+                    self._untouched.put_aside(piece.group, state, start, stop)
+
+    def _skip(self, groups: list[MasterGroup], gradients: list[GradientBuffer]) -> None:
+        names = self.comm.all_gather_object(_first_bad(gradients))
+        found = [entry for entry in names if entry is not None]
+        self.first_bad = min(found)[-1] if found else None
+        for group in groups:
+            group.weight.grad = None
+        self._consecutive_skips += 1
+        scale = "" if self.scaler is None else f"; the loss scale is now {self.scaler.scale:g}"
+        if self.comm.rank == 0:
+            logger.warning("step skipped: the gradient of '%s' is inf or nan%s", self.first_bad, scale)
+        if self._consecutive_skips >= self.max_consecutive_skips:
+            raise ZeroRuntimeError(
+                f"{self._consecutive_skips} steps in a row were skipped because gradients were inf or nan, the last "
+                f"time first in '{self.first_bad}'{scale}. Lower the learning rate, look at the data of these steps, "
+                "or train in bf16 instead of fp16 (max_consecutive_skips sets this limit)"
+            )
+
+    def after(self, gradients: list[GradientBuffer]) -> None:
+        """The step is over: what it must not change is put back, and a new window begins."""
+        self._untouched.put_back()
+        self.norm = None
+        for gradient in gradients:
+            gradient.used.clear()
+
+
+def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:
+    """The first parameter, in model order, with a gradient that is not finite on this rank."""
+    for order, gradient in enumerate(gradients):
+        buffer = gradient.buffer
+        for piece in buffer.pieces:
+            grad = piece.group.weight.grad
+            for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
+                at = piece.offset + span.offset
+                if grad is not None and not grad[at : at + span.numel].isfinite().all():
+                    return order, span.index, buffer.names[span.index]
+    return None
