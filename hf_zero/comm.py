@@ -4,28 +4,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.errors import ZeroRuntimeError
+from hf_zero.hang import HangMonitor
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a collective carries: a name for people, and a number that tells it from others under way."""
+
+    name: str
+    tag: int = 0
+
+
+NAMELESS = Message("a tensor")
+
 
 class Pending:
     """A collective under way. `wait` returns its result and may be called any number of times."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, works: list[dist.Work], finish: Callable[[], Tensor], label: str = "", monitor: HangMonitor | None = None
+    ) -> None:
         self._works = works
+        self._label, self._monitor = label, monitor
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._finish is not None:
-            for work in self._works:
-                work.wait()
+            if self._monitor is None:
+                self._wait_for_works()
+            else:
+                self._monitor.wait(self._label, self._wait_for_works)
             self._result = self._finish()
             self._works, self._finish = [], None
         assert self._result is not None
         return self._result
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _done(tensor: Tensor) -> Pending:
@@ -43,9 +68,20 @@ class Communicator:
     reduction later than the others, and must not meet their gathers on the same channel.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    _made = 0  # communicators that this process has made; all ranks make the same ones in the same order
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        deterministic: bool = False,
+        hang_timeout_s: float = 0.0,
+    ) -> None:
+        self.deterministic = deterministic
+        self.monitor: HangMonitor | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
+        self._meetings = 0
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
@@ -54,7 +90,23 @@ class Communicator:
         self.world_size = dist.get_world_size(self._group)
         self.backend = dist.get_backend(self._group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._reduce_group = dist.new_group(self._ranks) if self.world_size > 1 else self._group
+        self._reduce_group = self._group
+        if self.world_size > 1:
+            self._reduce_group = dist.new_group(self._ranks)
+            self.monitor = self._make_monitor(hang_timeout_s)
+
+    def _make_monitor(self, timeout_s: float) -> HangMonitor | None:
+        """None where waiting does not block this process (NCCL waits on the device and has its own watchdog)."""
+        if not self._point_to_point or not timeout_s:
+            return None
+        Communicator._made += 1
+        return HangMonitor(
+            dist.distributed_c10d._get_default_store(),
+            name=f"{self._ranks}/{Communicator._made}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout_s=timeout_s,
+        )
 
     @property
     def _point_to_point(self) -> bool:
@@ -64,7 +116,7 @@ class Communicator:
         self.calls[kind] += 1
         self.bytes_sent[kind] += sent
 
-    def all_gather(self, flat: Tensor) -> Pending:
+    def all_gather(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there."""
         if self.world_size == 1:
             return _done(flat)
@@ -72,36 +124,37 @@ class Communicator:
         own = slices[self.rank]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
         if self._point_to_point:
-            works = self._exchange([own] * self.world_size, list(slices), self._group)
-            return Pending(works, lambda: flat)
-        work = _all_gather_single(flat, own, group=self._group, async_op=True)
-        return Pending([work], lambda: flat)
+            works = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
+        else:
+            works = [_all_gather_single(flat, own, group=self._group, async_op=True)]
+        return Pending(works, lambda: flat, f"all-gather of {what.name}", self.monitor)
 
-    def reduce_scatter(self, flat: Tensor) -> Pending:
+    def reduce_scatter(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks; the result is this rank's slice, in fp32 at least. `flat` is overwritten."""
         if self.world_size == 1:
             return _done(_widen(flat))
         slices = flat.chunk(self.world_size)
         self._count("reduce_scatter", slices[0].nbytes * (self.world_size - 1))
-        if not self._point_to_point and flat.dtype == torch.float32:
+        label = f"reduce-scatter of {what.name}"
+        if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = torch.empty_like(slices[self.rank])
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
-            return Pending([work], lambda: out)
+            return Pending([work], lambda: out, label, self.monitor)
         # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
         received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
         if self._point_to_point:
-            works = self._exchange(list(slices), received, self._reduce_group)
+            works = self._exchange(list(slices), received, self._reduce_group, what.tag)
         else:
             works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
-        return Pending(works, lambda: _sum_in_order(received))
+        return Pending(works, lambda: _sum_in_order(received), label, self.monitor)
 
-    def all_reduce(self, flat: Tensor) -> Pending:
+    def all_reduce(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks in place."""
         if self.world_size == 1:
             return _done(flat)
         self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
         work = dist.all_reduce(flat, group=self._reduce_group, async_op=True)
-        return Pending([work], lambda: flat)
+        return Pending([work], lambda: flat, f"all-reduce of {what.name}", self.monitor)
 
     def agree(self, values: Tensor, largest: bool = False) -> Tensor:
         """Sum (or maximum) of a few scalars over ranks, in place: norms, overflow flags."""
@@ -129,15 +182,40 @@ class Communicator:
         if self.world_size > 1:
             dist.barrier(group=self._group)
 
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-        """Send outgoing[r] to every other rank r and receive its message into incoming[r]."""
+    def meet(self, purpose: str, timeout_s: float) -> None:
+        """Wait until all ranks of the group are here. Raises ZeroRuntimeError naming those that do not come in time.
+
+        Unlike a barrier it says who is missing, on any backend: for calls that scripts make on one rank by mistake.
+        """
+        if self.world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        self._meetings += 1
+        keys = [f"hf_zero/meet/{self._ranks}/{self._meetings}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], purpose)
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise ZeroRuntimeError(
+                f"rank {self.rank} waited {timeout_s:g} s in {purpose}, but rank(s) {missing} of {self.world_size} "
+                f"did not call it: weights are sharded, so call it on all ranks (not under `if is_main_process`)"
+            ) from error
+
+    def _exchange(
+        self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup, tag: int
+    ) -> list[dist.Work]:
+        """Send outgoing[r] to every other rank r and receive its message into incoming[r].
+
+        Messages of different tags do not meet: ranks that diverge wait for each other instead of mixing up values.
+        """
         works: list[dist.Work] = []
         for step in range(1, self.world_size):
             # Each step pairs the ranks differently, so that no rank is everybody's first target.
             source = (self.rank - step) % self.world_size
             target = (self.rank + step) % self.world_size
-            works.append(dist.irecv(incoming[source], src=self._ranks[source], group=group))
-            works.append(dist.isend(outgoing[target], dst=self._ranks[target], group=group))
+            works.append(dist.irecv(incoming[source], src=self._ranks[source], group=group, tag=tag))
+            works.append(dist.isend(outgoing[target], dst=self._ranks[target], group=group, tag=tag))
         return works
 
 

@@ -18,6 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.loss_scale import LossScaler
+from hf_zero.model_folder import ZeroPretrainedMixin
 from hf_zero.optimizer import Binding, adopt, gather_states, repack
 from hf_zero.order import HookPoint
 from hf_zero.partition import UnitPlan, partition
@@ -62,7 +63,11 @@ class ZeroEngine:
     ) -> None:
         self.config = config
         self.trainable = trainable
-        self.comm = group if isinstance(group, Communicator) else Communicator(group)
+        if not isinstance(group, Communicator):
+            group = Communicator(
+                group, deterministic=config.deterministic_reduce, hang_timeout_s=config.hang_timeout_s
+            )
+        self.comm = group
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.param_dtype = DTYPES.get(config.mixed_precision)
@@ -231,9 +236,11 @@ class ZeroEngine:
             handle.remove()
         for unit in self.units:
             unit.dissolve()
+        if self.comm.monitor is not None:
+            self.comm.monitor.stop()
         model = self.model
         del model.__dict__["_zero_engine"]
-        model.__class__ = type(model).__mro__[2]
+        model.__class__ = type(model).__bases__[-1]
 
     def zero_grad(self) -> None:
         for group in self.groups:
@@ -287,7 +294,8 @@ def _attach(model: nn.Module, engine: ZeroEngine) -> None:
     base = type(model)
     if not issubclass(base, ZeroModuleMixin):
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        model.__class__ = type(base.__name__, (ZeroModuleMixin, base), names)
+        mixins = (ZeroPretrainedMixin, ZeroModuleMixin) if hasattr(base, "save_pretrained") else (ZeroModuleMixin,)
+        model.__class__ = type(base.__name__, (*mixins, base), names)
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

@@ -1,8 +1,8 @@
 """Runs tensor code without values and says, for every element of the results, which source element it is.
 
 [Note: tensors without memory] Libraries recognise shared weights by their storage, so the stand-ins need real,
-distinct addresses. They lie in read-only pages that the system never has to provide: nothing reads them. A copy (`contiguous`,
-`cat`) is not made either; its result is another stand-in, and the copied runs are noted.
+distinct addresses. They lie in read-only pages that the system never has to provide: nothing reads them. A copy
+(`contiguous`, `cat`) is not made either; its result is another stand-in, and the copied runs are noted.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ class Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._origins: dict[int, Origin] = {}  # by address of the storage
+        self._numels: dict[str, int] = {}  # of the sources
         self._kept: list[Tensor] = []  # an address must not be used twice
 
     def source(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A stand-in for the tensor `name`."""
-        numel = torch.Size(shape).numel()
+        self._numels[name] = numel = torch.Size(shape).numel()
         return self._make(dtype, shape, Origin(frozenset([name]), (Run(0, name, 0, numel),)))
+
+    def numel(self, name: str) -> int:
+        """The elements of a source."""
+        return self._numels[name]
 
     def origin(self, tensor: Tensor) -> Origin:
         """Where the elements of `tensor`, in its own row-major order, come from."""

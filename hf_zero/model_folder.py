@@ -1,0 +1,205 @@
+"""Saves a prepared model as the folder that `save_pretrained` of an ordinary model would write."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import saving
+from hf_zero.comm import Communicator
+from hf_zero.placement import Placement
+from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained, select
+from hf_zero.staging import agree, find_writers
+
+
+# Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
+WriteRest = Callable[[str, dict[str, Tensor]], None]
+_MEETING_SECONDS = 60.0
+
+
+class ZeroPretrainedMixin:
+    """Added to the class of a prepared model that has `save_pretrained`: sharded weights are saved by all ranks."""
+
+    def should_save_on_this_rank(self, is_main_process: bool) -> bool:
+        # transformers lets rank 0 alone write; with a folder on each node one rank of every node does.
+        return (
+            is_main_process if "_zero_writes" in self.__dict__ else super().should_save_on_this_rank(is_main_process)
+        )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As the model's own `save_pretrained`. Where weights are sharded, call it on all ranks.
+
+        Without `state_dict`, each rank writes what it owns; with one, the calling rank writes that.
+        """
+        stock = super().save_pretrained
+        options = dict(inspect.signature(stock).bind(save_directory, *args, **kwargs).arguments)
+        options.update(options.pop("kwargs", {}))
+        is_main = options.get("is_main_process", True)
+        engine = self.__dict__.get("_zero_engine")
+        if options.get("state_dict") is not None or engine is None or _readable(engine):
+            stock(save_directory, *args, **kwargs)
+        elif "state_dict" in options and not is_main:
+            return  # `state_dict=accelerator.get_state_dict(model)`: only the main process got one
+        else:
+            _save_sharded(self, engine, stock, options)
+
+
+def _readable(engine: Any) -> bool:
+    """Whether each rank can read all weights without the others."""
+    sharded = engine.placements.parameter is Placement.SHARDED
+    return not sharded or all(unit.holds for unit in engine.units if unit.sharded)
+
+
+def _save_sharded(model: nn.Module, engine: Any, stock: Callable[..., None], options: dict[str, Any]) -> None:
+    folder = options.pop("save_directory")
+    options.pop("state_dict", None)
+    if options.pop("push_to_hub", False):
+        raise ValueError("push_to_hub=True cannot be combined with a sharded save: save first, then upload the folder")
+    if options.get("safe_serialization") is False:
+        raise ValueError("safe_serialization=False is not supported: weights are saved as safetensors")
+    plan_options = {
+        name: options[name] for name in ("max_shard_size", "variant", "save_original_format") if name in options
+    }
+
+    def write_rest(folder: str, state_dict: dict[str, Tensor]) -> None:
+        stock(folder, **{**options, "is_main_process": True, "state_dict": state_dict})
+
+    save_folder(
+        model,
+        folder,
+        engine.comm,
+        options.get("is_main_process", True),
+        write_rest,
+        compute_dtype=engine.config.zero3_save_16bit_model,
+        adapters=options.get("selected_adapters"),
+        **plan_options,
+    )
+
+
+def save_folder(
+    model: nn.Module,
+    folder: str | os.PathLike,
+    comm: Communicator,
+    is_main: bool,
+    write_rest: WriteRest,
+    *,
+    compute_dtype: bool = True,
+    adapters: list[str] | None = None,
+    **plan_options: Any,
+) -> dict[str, int]:
+    """Save a prepared model; a collective. Returns the checksum of every tensor in the weight files.
+
+    `is_main` says that this rank is to create files (one rank, or one per node); `write_rest` writes what belongs to
+    the folder besides sharded weights. Weights have the dtype that the model computes in, or (`compute_dtype=False`)
+    fp32. Of a model with adapters only these are saved.
+    """
+    comm.meet("saving the model", _MEETING_SECONDS)
+    write_rest = functools.partial(_as_writer, model, write_rest)
+    choose = _adapter_choice(model, adapters)
+    if choose is not None:
+        _save_adapters(model, Path(folder), comm, is_main, write_rest, choose)
+        return {}
+    dtype_of = saving.saved_dtypes(model, compute_dtype)
+    if hasattr(model, "_keys_to_ignore_on_save"):
+        plan = plan_pretrained(model, dtype_of, **plan_options)
+    else:
+        plan = plan_module(model, dtype_of, **plan_options)
+    staged = saving.stage_weights(model, plan, folder, comm, is_main)
+    try:
+        agree(comm, lambda: _place_rest(Path(folder), plan, write_rest) if staged.staged.creates else None)
+        if staged.staged.creates and not compute_dtype:
+            _note_dtype(model, Path(folder), dtype_of)
+    except BaseException:
+        staged.staged.discard()
+        raise
+    staged.commit()
+    return staged.staged.sums
+
+
+def _as_writer(model: nn.Module, write_rest: WriteRest, folder: str, state_dict: dict[str, Tensor]) -> None:
+    model.__dict__["_zero_writes"] = True
+    try:
+        write_rest(folder, state_dict)
+    finally:
+        del model.__dict__["_zero_writes"]
+
+
+def _place_rest(folder: Path, plan: SavePlan, write_rest: WriteRest) -> None:
+    """Write configuration and the like beside the folder's old content, then put them in place."""
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
+        write_rest(temporary, {})
+        for path in Path(temporary).iterdir():
+            if path.name in plan.files or path.name == plan.index_name:
+                continue
+            target = folder / path.name
+            if path.is_dir():
+                shutil.copytree(path, target, dirs_exist_ok=True)
+            else:
+                os.replace(path, target)
+
+
+def _note_dtype(model: nn.Module, folder: Path, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+    """The configuration says in which dtype the weights are: the one saved, not the one computed in."""
+    config = getattr(model, "config", None)
+    first = next((p for p in logical_state(model).values() if p.is_floating_point()), None)
+    if first is None or not hasattr(config, "save_pretrained"):
+        return
+    before, config.dtype = config.dtype, str(dtype_of(first)).removeprefix("torch.")
+    config.save_pretrained(folder)
+    config.dtype = before
+
+
+def _adapter_choice(
+    model: nn.Module, adapters: list[str] | None
+) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """What picks the adapters out of a state dict; None for a model without adapters."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return lambda state_dict: model.get_adapter_state_dict(state_dict=state_dict)
+    if not hasattr(model, "peft_config"):
+        return None
+    from peft import get_peft_model_state_dict
+
+    names = adapters or list(model.peft_config)
+
+    def choose(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            f"{adapter}.{name}": tensor
+            for adapter in names
+            for name, tensor in get_peft_model_state_dict(model, state_dict, adapter_name=adapter).items()
+        }
+
+    return choose
+
+
+def _save_adapters(
+    model: nn.Module, folder: Path, comm: Communicator, is_main: bool, write_rest: WriteRest, choose: Callable
+) -> None:
+    """Adapters are small: they are gathered to the ranks that write."""
+    names = select(model, choose)
+    creates = comm.rank in find_writers(folder, comm, is_main).creators
+    chosen = saving.consolidated_state_dict(model, keep=creates, names=names)
+
+    def write() -> None:
+        if creates:
+            # The rest of the state dict is there by name only: nobody asks for its values.
+            everything: dict[str, Tensor] = {name: tensor.detach().to("meta") for name, tensor in logical_meta(model)}
+            write_rest(str(folder), {**everything, **chosen})
+
+    agree(comm, write)
+
+
+def logical_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The state dict's names with tensors that have a shape and no values."""
+    return [
+        (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, tensor in logical_state(model).items()
+    ]
