@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero import access
-from hf_zero.comm import Communicator
+from hf_zero.comm import Communicator, Message
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
@@ -22,6 +22,10 @@ from hf_zero.unit import Unit, UnitListener
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# Message tags of one unit's buffers; they need to differ among what is under way at one time only.
+_TAGS_PER_UNIT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,7 @@ class UnitBuilder:
                 comm=self.comm,
                 device=self.device,
                 rest_dtype=dtype if keeps_precision else None,
+                message=Message(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
             )
             buffers.append(buffer)
             if trainable:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import access
-from hf_zero.comm import Communicator, Pending
+from hf_zero.comm import NAMELESS, Communicator, Message, Pending
 from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.masters import MasterGroup, Piece
 from hf_zero.placement import Placement, Placements
@@ -37,7 +37,9 @@ class FlatBuffer:
         comm: Communicator,
         device: torch.device,
         rest_dtype: torch.dtype | None = None,
+        message: Message = NAMELESS,
     ) -> None:
+        self.message = message
         self.names, self.params = list(names), list(params)
         self.dtype, self.trainable, self.comm = dtype, trainable, comm
         self.sharded = placements.parameter is Placement.SHARDED
@@ -143,7 +145,7 @@ class FlatBuffer:
             own = self.own
             torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
         if self.owns_slice:
-            return self.comm.all_gather(self.full)
+            return self.comm.all_gather(self.full, self.message)
         return Pending([], lambda: self.full)
 
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
@@ -154,12 +156,13 @@ class FlatBuffer:
             if value is not None:
                 own[piece.start : piece.stop] = value
         if self.owns_slice:
-            self.comm.all_gather(flat).wait()
+            self.comm.all_gather(flat, self.message).wait()
         return self._views(flat)
 
     def reduce(self, partial: Tensor) -> Pending:
         """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""
-        return self.comm.reduce_scatter(partial) if self.owns_slice else self.comm.all_reduce(partial)
+        move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
+        return move(partial, self.message)
 
     def accumulate(self, reduced: Tensor, scale: float) -> None:
         """Add `scale` times the mean over ranks to the gradients of the master groups."""

@@ -1,0 +1,120 @@
+"""Ranks that diverge are named and ended; values of different units never mix; a busy rank is only waited for."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import ZeroRuntimeError
+from hf_zero.hang import HangMonitor
+from tests.harness import distributed, run_ranks
+
+
+def prepared(**config):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+    model.forward = lambda x, order: _run(model, x, order)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hf_zero.shard(model, optimizer, {"zero_stage": 3, "hang_timeout_s": 1.0, **config})
+
+
+def _run(model, x, order):
+    for index in order:
+        x = model[index](x)
+    return x
+
+
+def diverge(folder):
+    model, engine = prepared()
+    rank = dist.get_rank()
+
+    def note(report):
+        (Path(folder) / f"report_{rank}").write_text(report)
+        time.sleep(1.0)  # let the other rank's monitor come to the same conclusion
+        os._exit(7)
+
+    engine.comm.monitor._abort = note
+    model(torch.ones(1, 8), [0, 1] if rank == 0 else [0, 2])
+
+
+def test_ranks_that_call_different_modules_are_named_on_every_rank(tmp_path):
+    with pytest.raises(pytest.fail.Exception, match="died without a report|exit"):
+        run_ranks(diverge, str(tmp_path), world_size=2, timeout=40)
+    for rank in range(2):
+        report = (tmp_path / f"report_{rank}").read_text()
+        assert "rank 0: waits for all-gather of 1" in report, report
+        assert "rank 1: waits for all-gather of 2" in report, report
+        assert "same modules" in report
+
+
+def wait_for_a_barrier(folder):
+    model, engine = prepared()
+    rank = dist.get_rank()
+
+    def note(report):
+        (Path(folder) / f"report_{rank}").write_text(report)
+        time.sleep(1.0)
+        os._exit(7)
+
+    engine.comm.monitor._abort = note
+    if rank == 0:
+        model(torch.ones(1, 8), [0])
+    else:
+        dist.barrier()
+
+
+def test_a_rank_in_a_collective_of_its_own_is_named(tmp_path):
+    with pytest.raises(pytest.fail.Exception, match="died without a report|exit"):
+        run_ranks(wait_for_a_barrier, str(tmp_path), world_size=2, timeout=40)
+    report = (tmp_path / "report_0").read_text()
+    assert "rank 0: waits for all-gather of 0" in report, report
+    assert "waits for a collective of its own at" in report and "in wait_for_a_barrier" in report, report
+
+
+@distributed(world_size=2)
+def test_a_slow_rank_is_waited_for_and_named():
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("hf_zero.hang").addHandler(handler)
+    model, engine = prepared()
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+    out = model(torch.ones(1, 8), [0, 1, 2])
+    assert out.isfinite().all()
+    if dist.get_rank() == 0:
+        assert any("waits for all-gather of 0" in line and "test_hang.py" in line for line in warnings), warnings
+
+
+@distributed(world_size=2)
+def test_modules_in_another_order_on_each_rank_still_get_their_own_values():
+    model, engine = prepared(overlap_comm=False)
+    expected = [layer.weight.detach().clone() for layer in model]
+    engine.schedule.reshard_all()
+    first, second = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    units = {unit.name: unit for unit in engine.units}
+    units[str(first)].begin_unshard()
+    units[str(second)].begin_unshard()
+    for index in (0, 1):
+        assert torch.equal(model[index].weight, expected[index])
+
+
+def test_a_lost_peer_is_said_to_be_lost():
+    class NoStore:
+        def check(self, keys):
+            return False
+
+    def fail():
+        raise RuntimeError("Connection closed by peer")
+
+    monitor = HangMonitor(NoStore(), name="x", rank=0, world_size=2, timeout_s=60.0)
+    with pytest.raises(
+        ZeroRuntimeError, match="rank 0 lost its peers in all-gather of 0: Connection.*first traceback"
+    ):
+        monitor.wait("all-gather of 0", fail)
+    monitor.stop()
