@@ -13,6 +13,7 @@ _HOMES = {
     "ZeroEngine": "hf_zero.engine",
     "shard": "hf_zero.engine",
     "gathered_parameters": "hf_zero.unit",
+    "memory_report": "hf_zero.memory",
     "ZeroPlugin": "hf_zero.integrations.accelerate",
     "ZeroAccelerator": "hf_zero.integrations.accelerate",
     "ZeroTrainingArguments": "hf_zero.integrations.transformers",

@@ -43,7 +43,6 @@ FLOORS = {
     "checkpoint": 4,
     "engine": 5,
     "memory": 6,
-    "planning": 6,
     "integrations": 6,
     "planning": 6,
     "trl": 6,

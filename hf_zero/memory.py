@@ -1,0 +1,175 @@
+"""What a prepared model holds in memory, counted: bytes of every kind of state, by unit, next to the process's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.masters import Piece
+from hf_zero.unit import Unit
+
+
+# The kinds of state, in the order in which they are shown.
+CATEGORIES = (
+    "parameters",
+    "unsharded parameters",
+    "gradients",
+    "unreduced gradients",
+    "master weights",
+    "optimizer states",
+)
+
+
+def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
+    """The tensors that an engine holds on this rank. Those that share a storage share its bytes."""
+    whole = "unsharded parameters" if any(unit.sharded for unit in engine.units) else "parameters"
+    found: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES}
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            found[whole if buffer.sharded else "parameters"].append(buffer.full)
+            if buffer.frozen_rest is not None:
+                found["parameters"].append(buffer.frozen_rest)
+        found["unreduced gradients"] += [g.partial for g in unit.gradients if g.partial is not None]
+    for group in engine.groups:
+        found["master weights"].append(group.weight)
+        if group.weight.grad is not None:
+            found["gradients"].append(group.weight.grad)
+    for optimizer in engine.optimizers:
+        for state in optimizer.state.values():
+            found["optimizer states"] += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the storages of these tensors, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """The bytes of one unit on this rank."""
+
+    name: str
+    parameters: int  # whole, or this rank's slice of frozen ones
+    unsharded: int  # whole, of a unit that is sharded at rest
+    gradients: int
+    optimizer: int  # master weights and optimizer states
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What one rank holds. `allocated`, `reserved` and `peak` are the accelerator's, None on CPU ranks."""
+
+    categories: dict[str, int]
+    units: list[UnitMemory] = field(default_factory=list)
+    host_rss: int = 0
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """All model state: everything but activations."""
+        return sum(self.categories.values())
+
+    def to_dict(self) -> dict:
+        return {"state_bytes": self.state_bytes, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{name:<22}{count / 1e6:>12.2f} MB" for name, count in self.categories.items() if count]
+        lines.append(f"{'model state':<22}{self.state_bytes / 1e6:>12.2f} MB")
+        for name, count in (("allocated", self.allocated), ("peak", self.peak), ("reserved", self.reserved)):
+            if count is not None:
+                lines.append(f"{name:<22}{count / 1e6:>12.2f} MB")
+        return "\n".join([*lines, f"{'host (RSS)':<22}{self.host_rss / 1e6:>12.2f} MB"])
+
+
+def memory_report(model: nn.Module) -> MemoryReport:
+    """The bytes that this rank holds for `model`, by kind of state and by unit. No communication.
+
+    Raises ValueError for a model that is not prepared.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError(
+            f"{type(model).__name__} is not prepared by hf_zero: pass the model after prepare() or shard()"
+        )
+    categories = {name: count_bytes(tensors) for name, tensors in tensors_by_category(engine).items()}
+    device: dict[str, int] = {}
+    if engine.device.type == "cuda":
+        device = {
+            "allocated": torch.cuda.memory_allocated(engine.device),
+            "reserved": torch.cuda.memory_reserved(engine.device),
+            "peak": torch.cuda.max_memory_allocated(engine.device),
+        }
+    return MemoryReport(
+        categories=categories,
+        units=[_unit_memory(unit, engine) for unit in engine.units],
+        host_rss=psutil.Process().memory_info().rss,
+        **device,
+    )
+
+
+def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
+    states = {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+    count: Counter[str] = Counter()
+    for buffer in unit.buffers:
+        count["unsharded" if buffer.sharded else "parameters"] += buffer.full.untyped_storage().nbytes()
+        if buffer.frozen_rest is not None:
+            count["parameters"] += buffer.frozen_rest.nbytes
+        for piece in buffer.pieces:
+            numel, weight = piece.stop - piece.start, piece.group.weight
+            count["optimizer"] += numel * weight.itemsize + _state_bytes(piece, states.get(weight, {}))
+            if weight.grad is not None:
+                count["gradients"] += numel * weight.grad.itemsize
+    for gradient in unit.gradients:
+        if gradient.partial is not None:
+            count["gradients"] += gradient.partial.nbytes
+    names = ("parameters", "unsharded", "gradients", "optimizer")
+    return UnitMemory(name=unit.name, **{name: count[name] for name in names})
+
+
+def _state_bytes(piece: Piece, state: dict[str, object]) -> int:
+    flats = [v for v in state.values() if isinstance(v, Tensor) and v.shape == piece.group.weight.shape]
+    return sum((piece.stop - piece.start) * flat.itemsize for flat in flats)
+
+
+class PeakBytes:
+    """The most bytes that were allocated at one time inside `measure_peak`."""
+
+    value: int | None = None
+
+
+@contextlib.contextmanager
+def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
+    """Inside, find out the most bytes that tensors take at one time; on CPU ranks too, where it slows a step down.
+
+    On CPU the allocator is asked, through torch's profiler; what was live before counts as the model's state.
+    """
+    engine = engine_of(model)
+    result = PeakBytes()
+    if engine is not None and engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+        yield result
+        result.value = torch.cuda.max_memory_allocated(engine.device)
+        return
+    before = 0 if engine is None else sum(count_bytes(t) for t in tensors_by_category(engine).values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
+    result.value = before + max(totals, default=0)

@@ -1,0 +1,140 @@
+"""``hf-zero plan``: which stage does this model need on these GPUs?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_zero.config import ZeroConfig, values
+from hf_zero.config.documents import load_document
+from hf_zero.errors import ZeroError
+
+
+if TYPE_CHECKING:
+    from hf_zero.planning.plan import Request
+
+_DTYPES = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+_OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "lion", "rmsprop", "adagrad", "sgd", "sgd_momentum")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(list(argv))
+    try:
+        return _run(options)
+    except ZeroError as error:
+        print(f"hf-zero plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    # torch and transformers take seconds to import: mistakes on the command line are told before.
+    config, ranks = _configuration(options)
+    memory = _bytes("--gpu-memory", options.gpu_memory)
+    from hf_zero.planning import model as models
+    from hf_zero.planning import plan as plans
+    from hf_zero.planning import report
+
+    if options.plot:
+        report.check_matplotlib()
+    gpus = options.gpus or max(1, ranks // options.nodes)
+    request = plans.Request(
+        name=options.model,
+        config=config,
+        gpus=gpus,
+        nodes=options.nodes,
+        gpu_memory=memory,
+        batch=models.BatchShape(rows=options.micro_batch, length=options.seq_len),
+        accumulation=options.gradient_accumulation_steps,
+        optimizer=options.optimizer,
+        backend="gloo" if options.cpu else "nccl",
+        checkpointing=options.gradient_checkpointing,
+    )
+    lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
+    plan = plans.make_plan(_build(request, lora), request)
+    print(report.to_json(plan)) if options.json else report.print_table(plan)
+    if options.plot:
+        report.draw(plan, Path(options.plot))
+    if options.write:
+        report.write_yaml(plan, Path(options.write))
+    return 0
+
+
+def _build(request: Request, lora):
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    from hf_zero.planning import model as models
+
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # its retries; the error says it in one line
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    config = models.read_config(request.name)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and request.batch.length > limit:
+        raise models.PlanError(f"--seq-len {request.batch.length}: {request.name} takes at most {limit} tokens")
+    return models.build(config, lora)
+
+
+def _configuration(options: argparse.Namespace) -> tuple[ZeroConfig, int]:
+    """The configuration of the file, if there is one, with the precision asked for; and its number of ranks."""
+    config, ranks = ZeroConfig(mixed_precision="bf16"), 8
+    if options.config:
+        config = ZeroConfig.from_any(options.config)
+        ranks = values.to_int(load_document(options.config).data.get("num_processes", ranks))
+    if options.dtype:
+        config = config.replace(mixed_precision=_DTYPES[options.dtype])
+    return config, ranks
+
+
+def _bytes(option: str, text: str) -> int:
+    count = values.byte_size(text if not text.replace(".", "", 1).isdigit() else f"{text}GB")
+    if not count:
+        raise ZeroError(f"{option} {text}: write a size such as 80GB or 40GiB")
+    return count
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-zero plan",
+        description="Predict memory and communication of every ZeRO stage for a model, and recommend one. Nothing is "
+        "downloaded but the model's configuration.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a local folder, a config.json, or a name on the hub")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpus", type=_positive, help="GPUs of a node (default: num_processes of --config, else 8)")
+    machine.add_argument("--nodes", type=_positive, default=1)
+    machine.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of one GPU (default: 80GB)")
+    machine.add_argument("--cpu", action="store_true", help="CPU ranks: gloo's messages instead of NCCL's collectives")
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--micro-batch", type=_positive, default=1, metavar="ROWS", help="rows per rank (default: 1)"
+    )
+    training.add_argument("--seq-len", type=_positive, default=2048, metavar="TOKENS", help="(default: 2048)")
+    training.add_argument("--gradient-accumulation-steps", type=_positive, default=1, metavar="N")
+    training.add_argument(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="plan only with, or only without (default: both)",
+    )
+    training.add_argument("--dtype", choices=sorted(_DTYPES), help="(default: of --config, else bf16)")
+    training.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
+    training.add_argument("--lora", type=_positive, metavar="RANK", help="train LoRA adapters of this rank only")
+    training.add_argument("--lora-targets", nargs="+", default=[], metavar="NAME", help="(default: peft's choice)")
+    training.add_argument("--config", metavar="FILE", help="Accelerate YAML or DeepSpeed JSON to plan with")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--write", metavar="FILE", help="write the recommended stage as an Accelerate YAML")
+    output.add_argument("--plot", metavar="FILE", help="draw the memory of every stage (PNG; needs matplotlib)")
+    return parser

@@ -1,0 +1,195 @@
+"""Shows a plan: a table on the terminal, JSON, an Accelerate YAML, a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from hf_zero.planning.model import PlanError
+from hf_zero.planning.plan import HEADROOM, Plan, Row, gigabytes
+
+
+# Columns of the table, each with the categories of a footprint that it adds up.
+COLUMNS = {
+    "params": ("parameters",),
+    "unsharded": ("unsharded parameters",),
+    "grads": ("gradients",),
+    "reducing": ("unreduced gradients", "communication"),
+    "optimizer": ("master weights", "optimizer states"),
+    "activations": ("activations",),
+    "logits": ("logits",),
+}
+
+
+def columns(row: Row) -> dict[str, int]:
+    """The bytes of every column at the moment of the peak; they add up to the peak."""
+    peak = row.footprint.peak
+    return {name: sum(peak.get(category, 0) for category in parts) for name, parts in COLUMNS.items()}
+
+
+def print_table(plan: Plan, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    if not console.is_terminal:  # a pipe has no width: keep every row on one line
+        console = Console(highlight=False, width=160, file=console.file)
+    request = plan.request
+    precision = request.config.mixed_precision
+    console.print(
+        f"{request.name}: {plan.architecture}, {plan.parameters / 1e9:.3g} B parameters"
+        + (f" ({plan.trained / 1e9:.2g} B trained)" if plan.trained != plan.parameters else "")
+        + f", {'fp32' if precision == 'no' else precision}, {request.optimizer}; {request.nodes} x {request.gpus} "
+        f"ranks, {request.batch.rows} x {request.batch.length} tokens per rank and micro-batch, "
+        f"{request.accumulation} micro-batch(es) per step",
+        soft_wrap=True,
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("stage")
+    for name in (*COLUMNS, "peak", "at rest", "sent/step", "fits"):
+        table.add_column(name, justify="right")
+    for row in plan.rows:
+        chosen = row is plan.recommended
+        cells = [gigabytes(count) if count else "-" for count in columns(row).values()]
+        label = f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}"
+        footprint = row.footprint
+        totals = [gigabytes(n) for n in (footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes)]
+        table.add_row(label, *cells, *totals, "yes" if row.fits else "no", style="bold" if chosen else None)
+    console.print(table, markup=False)
+    for line in _notes(plan):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _notes(plan: Plan) -> list[str]:
+    request = plan.request
+    plain = next((row for row in plan.rows if not row.checkpointing), None)
+    checkpointed = next((row for row in plan.rows if row.checkpointing), None)
+    kept = [
+        f"{gigabytes(row.footprint.activations)} GB {how}"
+        for row, how in ((plain, "without checkpointing"), (checkpointed, "with it"))
+        if row is not None
+    ]
+    largest = max(row.footprint.largest_unit for row in plan.rows)
+    logits = max(row.footprint.logits for row in plan.rows)
+    lines = [
+        "GB (1e9 bytes) of each rank at the moment of its peak; at rest: between steps; * recommended.",
+        f"A forward leaves {', '.join(kept)} for backward. Largest unit: {gigabytes(largest)} GB"
+        + (f", logits at most: {gigabytes(logits)} GB." if logits else "."),
+        f"Fits: the peak, with {HEADROOM:.0%} of {gigabytes(request.gpu_memory)} GB left free.",
+    ]
+    configured = request.config.zero_stage
+    if request.config.is_set("zero_stage") and not any(r.fits for r in plan.rows if r.stage == configured):
+        lines.append(f"The configured stage {configured} does not fit.")
+    if plan.recommended is None:
+        return [*lines, plan.reason[0].upper() + plan.reason[1:] + "."]
+    best = plan.recommended
+    way = " with gradient checkpointing" if best.checkpointing else ""
+    return [*lines, f"Recommended: stage {best.stage}{way}: {plan.reason}."]
+
+
+def to_dict(plan: Plan) -> dict:
+    """Everything, as plain values; counts are bytes."""
+    request, best = plan.request, plan.recommended
+    return {
+        "model": request.name,
+        "architecture": plan.architecture,
+        "parameters": plan.parameters,
+        "trained": plan.trained,
+        "world_size": request.world_size,
+        "precision": request.config.mixed_precision,
+        "optimizer": request.optimizer,
+        "micro_batch": request.batch.rows,
+        "seq_len": request.batch.length,
+        "gradient_accumulation_steps": request.accumulation,
+        "gpu_memory": request.gpu_memory,
+        "rows": [
+            {
+                "stage": row.stage,
+                "gradient_checkpointing": row.checkpointing,
+                "fits": row.fits,
+                "peak_bytes": row.footprint.peak_bytes,
+                "resident_bytes": row.footprint.resident_bytes,
+                "sent_bytes_per_step": row.footprint.sent_bytes,
+                "largest_unit_bytes": row.footprint.largest_unit,
+                "activation_bytes": row.footprint.activations,
+                "logits_bytes": row.footprint.logits,
+                "peak": row.footprint.peak,
+                "resident": row.footprint.resident,
+                "sent": row.footprint.sent,
+                "collectives": row.footprint.calls,
+            }
+            for row in plan.rows
+        ],
+        "recommended": None if best is None else {"stage": best.stage, "gradient_checkpointing": best.checkpointing},
+        "reason": plan.reason,
+    }
+
+
+def to_json(plan: Plan) -> str:
+    return json.dumps(to_dict(plan), indent=2)
+
+
+def write_yaml(plan: Plan, path: Path) -> None:
+    """The Accelerate YAML of the recommended stage. Raises PlanError where there is none, or it cannot be written."""
+    if plan.recommended is None:
+        raise PlanError(f"--write: {plan.reason}")
+    request, stage = plan.request, plan.recommended.stage
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "deepspeed_config": {
+            "deepspeed_multinode_launcher": "standard",
+            "zero_stage": stage,
+            "zero3_init_flag": stage == 3,
+            "zero3_save_16bit_model": stage == 3,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        },
+        "distributed_type": "DEEPSPEED",
+        "machine_rank": 0,
+        "mixed_precision": request.config.mixed_precision,
+        "num_machines": request.nodes,
+        "num_processes": request.world_size,
+        "rdzv_backend": "static",
+        "use_cpu": False,
+    }
+    head = f"# ZeRO-{stage} for {request.name}: {plan.reason}.\n"
+    if plan.recommended.checkpointing:
+        head += "# Train with gradient_checkpointing: true (an argument of the script).\n"
+    try:
+        path.write_text(head + yaml.safe_dump(content, sort_keys=True))
+    except OSError as error:
+        raise PlanError(f"--write {path}: {error.strerror}") from error
+
+
+def check_matplotlib() -> None:
+    """Raises PlanError where no picture can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise PlanError("--plot needs matplotlib: pip install 'hf_zero[plot]'") from error
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Stacked bars, one per row, with the device's memory as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 + 1.1 * len(plan.rows), 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    labels = [f"{row.stage}{chr(10) + 'ckpt' if row.checkpointing else ''}" for row in plan.rows]
+    bottom = [0.0] * len(plan.rows)
+    for name in COLUMNS:
+        heights = [columns(row)[name] / 1e9 for row in plan.rows]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottom, label=name)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.axhline(plan.request.gpu_memory / 1e9, color="black", linestyle="--", linewidth=1)
+    axes.set_xlabel("ZeRO stage")
+    axes.set_ylabel("GB per rank at the peak")
+    axes.set_title(f"{plan.request.name}, {plan.request.world_size} ranks")
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--plot {path}: {error}") from error
