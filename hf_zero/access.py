@@ -33,6 +33,12 @@ class Owner(Protocol):
     def on_replace(self, param: nn.Parameter, value: Tensor) -> None:
         """The values of `param` are to become `value`, of another shape."""
 
+    def read_grad(self, param: nn.Parameter) -> Tensor | None:
+        """The whole gradient of `param`."""
+
+    def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Make `value` the gradient of `param` (None: as if it had got none)."""
+
 
 def _getters(names: str) -> set:
     return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
@@ -45,7 +51,7 @@ def _functions(owner: object, names: str) -> set:
 # What can be answered without the values.
 _METADATA = (
     _getters(
-        "shape dtype device layout requires_grad grad grad_fn is_leaf ndim names itemsize nbytes is_cuda is_cpu "
+        "shape dtype device layout requires_grad grad_fn is_leaf ndim names itemsize nbytes is_cuda is_cpu "
         "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_xla is_nested retains_grad output_nr "
         "_version _base _backward_hooks _post_accumulate_grad_hooks"
     )
@@ -61,9 +67,6 @@ _METADATA = (
         "is_neg is_inference",
     )
     | {
-        Tensor.requires_grad.__set__,
-        Tensor.grad.__set__,
-        Tensor.grad.__delete__,
         Tensor._backward_hooks.__set__,
     }
 )
@@ -102,6 +105,16 @@ class ReadyParameter(nn.Parameter):
             Tensor.requires_grad.__set__(self, value)
         owner_of(self).on_requires_grad(self)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The whole gradient as a copy: this rank's sum inside `no_sync`, else the mean over ranks (a collective)."""
+        raw = raw_grad(self)  # between autograd's delivery and the engine's hook
+        return raw if raw is not None else owner_of(self).read_grad(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        owner_of(self).write_grad(self, value)
+
     def requires_grad_(self, requires_grad: bool = True) -> ReadyParameter:
         self.requires_grad = requires_grad
         return self
@@ -136,6 +149,21 @@ class GuardedParameter(ReadyParameter):
             if isinstance(leaf, GuardedParameter):
                 owner_of(leaf).on_access(leaf, getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
+
+
+def raw_grad(param: nn.Parameter) -> Tensor | None:
+    """What autograd has left on the parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.grad.__get__(param)
+
+
+def take_grad(param: nn.Parameter) -> Tensor:
+    """Take what autograd has left on the parameter."""
+    grad = raw_grad(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.grad.__set__(param, None)
+    assert grad is not None
+    return grad
 
 
 def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:

@@ -32,10 +32,11 @@ class ZeroModuleMixin:
     """Added to the class of a prepared model, whose name and type checks stay as they were."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
         engine = engine_of(self)
         if engine is not None:
             engine.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
 
 
 class ZeroEngine:
@@ -175,8 +176,7 @@ class ZeroEngine:
     def refresh_structure(self) -> None:
         """Rebuild units in which frozen parameters are to be trained from now on; between optimizer steps only."""
         outdated = [unit for unit in self.units if unit.outdated]
-        window_open = self.schedule.has_local_gradients or any(g.weight.grad is not None for g in self.groups)
-        if outdated and self.trainable and not window_open:
+        if outdated and self.trainable and not self.has_gradients:
             self._rebuild(outdated, {})
 
     def replace_values(self, unit: Unit, param: nn.Parameter, value: Tensor) -> None:
@@ -253,6 +253,14 @@ class ZeroEngine:
 
     def _gradients(self) -> list[GradientBuffer]:
         return [gradient for unit in self.units for gradient in unit.gradients]
+
+    @property
+    def has_local_gradients(self) -> bool:
+        return self.schedule.has_local_gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.has_local_gradients or any(group.weight.grad is not None for group in self.groups)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.comm import Pending
 from hf_zero.flat_buffer import FlatBuffer
@@ -71,8 +71,38 @@ class GradientBuffer:
     def finish_reduce(self) -> None:
         """Wait for a reduction under way and add its result to the gradients of the masters."""
         if self._pending is not None:
-            self.buffer.accumulate(self._pending.wait(), 1.0 if self.scaler is None else 1.0 / self.scaler.scale)
+            self.buffer.accumulate(self._pending.wait(), self._unscale)
             self._pending = None
+
+    # -- single parameters, for people ----------------------------------------------------------------------------
+
+    @property
+    def _unscale(self) -> float:
+        return 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+
+    def local(self, param: nn.Parameter) -> Tensor | None:
+        """This rank's unreduced sum for one parameter."""
+        index = self.buffer.index_of(param)
+        return self._views[index] * self._unscale if index in self._written else None
+
+    def whole(self, param: nn.Parameter) -> Tensor:
+        """The mean over ranks for one parameter; a collective of the whole buffer."""
+        flats = [piece.grad for piece in self.buffer.pieces]
+        return self.buffer.gather_flat(flats, self.buffer.master_dtype)[self.buffer.index_of(param)]
+
+    def put(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of one parameter; every rank gives the same value."""
+        index, flat = self.buffer.index_of(param), None if value is None else value.detach().reshape(-1)
+        if index in self._written:
+            self._views[index].copy_(torch.zeros(()) if value is None else value / self._unscale)
+        for piece in self.buffer.pieces:
+            begin = self.buffer.begin + piece.start
+            for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
+                if span.index == index and piece.grad is not None:
+                    part = piece.grad[span.offset : span.offset + span.numel]
+                    part.copy_(torch.zeros(()) if flat is None else flat[span.start : span.start + span.numel])
+        if value is None:
+            self.used.discard(index)
 
     def unused_spans(self) -> Iterator[tuple[Piece, int, int]]:
         """The parameters that got no gradient on this rank, as (piece, start, stop in its master group)."""

@@ -45,6 +45,11 @@ class Piece:
     def weight(self) -> Tensor:
         return self.group.weight.detach()[self.offset : self.offset + self.stop - self.start]
 
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self.group.weight.grad
+        return None if grad is None else grad[self.offset : self.offset + self.stop - self.start]
+
 
 class Untouched:
     """Keeps an optimizer step from changing parameters that got no gradient at all, as torch skips a `grad` of None.

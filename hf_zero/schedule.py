@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from hf_zero import access
 from hf_zero.gradients import GradientBuffer
 from hf_zero.order import ForwardOrder, HookPoint
 from hf_zero.unit import Unit, UnitState
@@ -254,8 +255,7 @@ class Schedule:
     def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
         """A parameter's gradient is there: take it over, and reduce what is complete."""
         self._begin_backward()
-        grad, param.grad = param.grad, None
-        gradient.add(index, grad)
+        gradient.add(index, access.take_grad(param))
         if gradient.complete and self._reducing_now:
             self._issue(lambda: self._gradients[self._cursor].complete)
 

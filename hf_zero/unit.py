@@ -25,7 +25,15 @@ class UnitState(Enum):
 
 
 class UnitListener(Protocol):
-    """What a unit tells its engine."""
+    """What a unit tells its engine, and asks it."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has left gradients; the same on every rank."""
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether they are sums of this rank, not reduced yet; the same on every rank."""
 
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         """A parameter is read from outside its module; may raise."""
@@ -129,6 +137,22 @@ class Unit:
 
     def on_replace(self, param: nn.Parameter, value: Tensor) -> None:
         self.listener.replace_values(self, param, value)
+
+    def read_grad(self, param: nn.Parameter) -> Tensor | None:
+        gradient = self._gradient_of(param)
+        if gradient is None or not self.listener.has_gradients:
+            return None
+        if self.listener.has_local_gradients:
+            return gradient.local(param)
+        return gradient.whole(param)
+
+    def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
+        gradient = self._gradient_of(param)
+        if gradient is not None and self.listener.has_gradients:
+            gradient.put(param, value)
+
+    def _gradient_of(self, param: nn.Parameter) -> GradientBuffer | None:
+        return next((g for g in self.gradients if g.buffer.index_of(param) is not None), None)
 
     def adopt_writes(self) -> None:
         """Carry over what the user wrote to the values, if anything could have been written."""

@@ -294,3 +294,39 @@ def test_a_group_added_to_an_attached_optimizer_is_stepped(stage):
     train_step(model, optimizer, engine)
     moved = values_of(model)["lm_head.weight"] - before["lm_head.weight"]
     assert 0.4 < moved.abs().max() < 0.6, f"moved by {moved.abs().max()}, not by the new learning rate"
+
+
+@STAGES
+@distributed(world_size=2)
+def test_gradients_can_be_read_and_written(stage):
+    model, optimizer, engine = prepared(stage)
+    reference = build()
+    ids = torch.arange(12).view(2, 6)
+    shifted = ids + dist.get_rank()
+    assert all(p.grad is None for p in model.parameters())
+    for candidate, backward in ((model, engine.backward), (reference, torch.Tensor.backward)):
+        backward(candidate(input_ids=shifted, labels=shifted).loss)
+    for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        dist.all_reduce(q[1].grad)
+        torch.testing.assert_close(p.grad, q[1].grad / 2, rtol=0, atol=1e-8, msg=name)
+    before = values_of(model)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.model.norm.weight.grad = None
+    optimizer.step()
+    after = values_of(model)
+    torch.testing.assert_close(after["lm_head.weight"], before["lm_head.weight"] - 0.1)
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@distributed(world_size=2)
+def test_gradients_inside_no_sync_are_this_ranks_own():
+    model, optimizer, engine = prepared(1)
+    ids = torch.arange(12).view(2, 6) + dist.get_rank()
+    with engine.no_sync():
+        engine.backward(model(input_ids=ids, labels=ids).loss)
+    reference = build()
+    reference(input_ids=ids, labels=ids).loss.backward()
+    assert torch.equal(model.lm_head.weight.grad, reference.lm_head.weight.grad)
