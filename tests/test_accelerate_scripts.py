@@ -6,6 +6,7 @@ import io
 
 import pytest
 from accelerate.test_utils.scripts import test_script as stock_script
+from accelerate.test_utils.scripts import test_sync as sync_script
 
 import hf_zero
 from tests.harness import distributed
@@ -22,3 +23,14 @@ def test_the_main_script(stage):
     stock_script.is_bf16_available = stock_script.is_fp16_available = lambda: False
     with contextlib.redirect_stdout(io.StringIO()):
         stock_script.main()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_the_gradient_synchronisation_script(stage):
+    """It wants gradients to differ inside `no_sync`: at stages 2 and 3 that is what `no_sync: local` does."""
+    forget_accelerate()
+    plugin = functools.partial(hf_zero.ZeroPlugin, zero_stage=stage, no_sync="local")
+    sync_script.Accelerator = lambda *args, **kwargs: hf_zero.ZeroAccelerator(*args, zero_plugin=plugin(), **kwargs)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sync_script.main()
