@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--gpus", type=_positive, help="GPUs of a node (default: num_processes of --config, else 8)")
     machine.add_argument("--nodes", type=_positive, default=1)
     machine.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of one GPU (default: 80GB)")
-    machine.add_argument("--cpu", action="store_true", help="CPU ranks: gloo's messages instead of NCCL's collectives")
+    machine.add_argument("--cpu", action="store_true", help="plan for CPU ranks (gloo) instead of GPUs (NCCL)")
     training = parser.add_argument_group("training")
     training.add_argument(
         "--micro-batch", type=_positive, default=1, metavar="ROWS", help="rows per rank (default: 1)"

@@ -1,0 +1,235 @@
+"""`hf-zero plan`: its table, files and errors, and the choice that it makes."""
+
+import json
+
+import pytest
+import transformers
+import yaml
+
+from hf_zero import cli
+from hf_zero.config import ZeroConfig
+from hf_zero.planning.model import BatchShape, PlanError, build, read_config
+from hf_zero.planning.plan import Request, Row, recommend
+from hf_zero.planning.trace import Footprint, Scenario, trace
+from tests import zoo
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A local model folder with nothing but a configuration."""
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        **{**zoo._DECODER, "hidden_size": 64, "num_hidden_layers": 6, "max_position_embeddings": 4096},
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(path)
+    return path
+
+
+def plan(capsys, *words):
+    status = cli.main(["plan", *map(str, words)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def plan_json(capsys, *words):
+    status, out, err = plan(capsys, *words, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_the_table_has_a_row_for_every_stage(folder, capsys):
+    status, out, _ = plan(capsys, folder, "--seq-len", "64", "--gpus", "2")
+    assert status == 0
+    for stage in range(4):
+        assert f"\n{stage} " in out and f"\n{stage} + checkpointing" in out, out
+    assert "Recommended: stage 1: peak" in out, out
+
+
+def test_state_bytes_follow_the_formulas(folder, capsys):
+    result = plan_json(capsys, folder, "--gpus", "4", "--nodes", "2", "--seq-len", "16")
+    ranks, numel = 8, result["parameters"]
+    assert result["world_size"] == ranks
+    per_parameter = {0: 2 + 12, 1: 2 + 12 / ranks, 2: 2 + 12 / ranks, 3: 12 / ranks}
+    for row in result["rows"]:
+        # Every parameter and slice starts on 256 bytes, which a model this small feels.
+        assert row["resident_bytes"] == pytest.approx(per_parameter[row["stage"]] * numel, rel=0.05)
+        assert row["peak_bytes"] == sum(row["peak"].values()) >= row["resident_bytes"]
+        assert sum(row["sent"].values()) == row["sent_bytes_per_step"]
+
+
+def test_checkpointing_keeps_fewer_activations(folder, capsys):
+    rows = plan_json(capsys, folder, "--seq-len", "2048")["rows"]
+    kept = {(row["stage"], row["gradient_checkpointing"]): row["activation_bytes"] for row in rows}
+    for stage in range(4):
+        assert kept[stage, True] < 0.5 * kept[stage, False]
+    only = plan_json(capsys, folder, "--gradient-checkpointing")["rows"]
+    assert [row["gradient_checkpointing"] for row in only] == [True] * 4
+
+
+def test_activations_grow_with_tokens_not_with_their_square(folder, capsys):
+    short, long = (
+        plan_json(capsys, folder, "--seq-len", length, "--no-gradient-checkpointing")["rows"][0]["activation_bytes"]
+        for length in (1024, 2048)
+    )
+    assert long == pytest.approx(2 * short, rel=0.01)
+
+
+def test_accumulation_costs_wire_at_stage_2_only(folder, capsys):
+    one = plan_json(capsys, folder)["rows"]
+    four = plan_json(capsys, folder, "--gradient-accumulation-steps", "4")["rows"]
+    for row, more in zip(one[:3], four[:3], strict=True):
+        ratio = more["sent"].get("reduce_scatter", 1) / row["sent"].get("reduce_scatter", 1)
+        assert ratio == (4 if row["stage"] == 2 else 1), row["stage"]
+
+
+def test_lora_trains_adapters_only(folder, capsys):
+    result = plan_json(capsys, folder, "--lora", "4", "--lora-targets", "q_proj", "v_proj")
+    assert 0 < result["trained"] < 0.2 * result["parameters"]
+    by_stage = {row["stage"]: row for row in result["rows"] if not row["gradient_checkpointing"]}
+    frozen = result["parameters"] - result["trained"]
+    assert by_stage[3]["resident"]["parameters"] == pytest.approx(2 * frozen / 8, rel=0.1)
+
+
+def test_one_process_has_nothing_to_shard(folder, capsys):
+    result = plan_json(capsys, folder, "--gpus", "1", "--no-gradient-checkpointing")
+    assert [row["stage"] for row in result["rows"]] == [0]
+    assert result["rows"][0]["sent_bytes_per_step"] == 0
+    assert "nothing to shard" in result["reason"]
+
+
+def test_what_it_writes_is_a_configuration(folder, tmp_path, capsys):
+    target = tmp_path / "zero.yaml"
+    status, *_ = plan(capsys, folder, "--nodes", "2", "--gpus", "4", "--write", target)
+    assert status == 0
+    config, content = ZeroConfig.from_any(str(target)), yaml.safe_load(target.read_text())
+    assert (config.zero_stage, config.mixed_precision) == (1, "bf16")
+    assert (content["num_processes"], content["num_machines"]) == (8, 2)
+    again = plan_json(capsys, folder, "--config", target)
+    assert again["world_size"] == 8
+
+
+def test_a_configured_stage_that_does_not_fit_is_named(folder, tmp_path, capsys):
+    config = tmp_path / "zero.yaml"
+    config.write_text("deepspeed_config:\n  zero_stage: 3\nmixed_precision: fp16\nnum_processes: 4\n")
+    status, out, _ = plan(capsys, folder, "--config", config, "--gpu-memory", "10kB")
+    assert status == 0
+    assert "fp16" in out and "1 x 4 ranks" in out, out
+    assert "The configured stage 3 does not fit." in out and "Nothing fits" in out, out
+
+
+def test_the_picture(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, *_ = plan(capsys, folder, "--plot", tmp_path / "plan.png")
+    assert status == 0
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["no/such/folder"], "'no/such/folder' does not exist"),
+        (["{tmp}"], "holds no config.json"),
+        (["{tmp}/odd.json"], "model_type 'martian' is unknown to transformers"),
+        (["{tmp}/broken.json"], "is not a readable JSON file"),
+        (["{folder}", "--gpu-memory", "lots"], "write a size such as 80GB"),
+        (["{folder}", "--seq-len", "100000"], "takes at most 4096 tokens"),
+        (["{folder}", "--config", "{tmp}/none.yaml"], "there is no such file"),
+        (["{folder}", "--gpu-memory", "1kB", "--write", "{tmp}/zero.yaml"], "nothing fits"),
+        (["{folder}", "--write", "{tmp}/none/zero.yaml"], "No such file or directory"),
+        (["{folder}", "--lora", "4", "--lora-targets", "nothing_like_it"], "LoRA: "),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words, says, folder, tmp_path, capsys):
+    (tmp_path / "odd.json").write_text('{"model_type": "martian"}')
+    (tmp_path / "broken.json").write_text("{")
+    status, _, err = plan(capsys, *(word.format(tmp=tmp_path, folder=folder) for word in words))
+    assert status == 2
+    assert says in err and len(err.splitlines()) == 1, err
+
+
+def test_a_hub_name_without_a_network(monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    status, _, err = plan(capsys, "someone/some-model-that-nobody-has")
+    assert status == 2
+    assert "could not be read from the hub" in err and len(err.splitlines()) == 1, err
+
+
+def test_matplotlib_is_named_where_it_is_missing(folder, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    status, _, err = plan(capsys, folder, "--plot", "plan.png")
+    assert (status, err) == (2, "hf-zero plan: --plot needs matplotlib: pip install 'hf_zero[plot]'\n")
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_family_can_be_traced(name):
+    model_class, config_class, settings = zoo._MODELS[name]
+    config = config_class(**settings)
+    config.architectures = [model_class.__name__]
+    model = build(config)
+    before = {key: (value.shape, value.dtype, type(value)) for key, value in model.named_parameters()}
+    scenario = Scenario(
+        config=ZeroConfig(zero_stage=3, mixed_precision="bf16"),
+        world_size=4,
+        batch=BatchShape(rows=zoo.ROWS, length=zoo.LENGTH),
+        checkpointing=True,
+    )
+    footprint = trace(model, scenario)
+    assert footprint.peak_bytes > footprint.resident_bytes > 0
+    after = {key: (value.shape, value.dtype, type(value)) for key, value in model.named_parameters()}
+    assert after == before, "the model is not what it was"
+
+
+def test_an_architecture_that_needs_values_is_refused():
+    model = build(transformers.LlamaConfig(**zoo._DECODER))
+    model.register_forward_pre_hook(lambda module, args: [1, 2][model.lm_head.weight.sum().int().tolist()])
+    scenario = Scenario(config=ZeroConfig(zero_stage=3), world_size=2, batch=BatchShape(rows=1, length=4))
+    with pytest.raises(PlanError, match="cannot be traced without values"):
+        trace(model, scenario)
+
+
+def test_read_config_takes_a_file(folder):
+    assert read_config(str(folder / "config.json")).num_hidden_layers == 6
+
+
+def rows(*peaks, checkpointing=False, sent=(50, 40, 40, 60)):
+    made = []
+    for stage, peak in enumerate(peaks):
+        footprint = Footprint(
+            resident={"parameters": peak // 2},
+            peak={"parameters": peak},
+            sent={"all_gather": sent[stage]},
+            calls={},
+            largest_unit=1,
+            activations=1,
+            logits=1,
+        )
+        made.append(Row(stage=stage, checkpointing=checkpointing, footprint=footprint, fits=peak <= 72))
+    return made
+
+
+@pytest.mark.parametrize(
+    "found, stage, checkpointing, words",
+    [
+        (rows(60, 50, 45, 30), 1, False, "the lowest stage that fits, and stage 3 would send 1.5 times as much"),
+        (rows(90, 80, 70, 30), 2, False, "the lowest stage that fits"),
+        (rows(95, 90, 85, 70), 3, False, "the lower stages do not fit"),
+        (rows(99, 98, 97, 96) + rows(80, 70, 60, 50, checkpointing=True), 1, True, "only with gradient checkpointing"),
+        (rows(99, 98, 97, 96), None, None, "nothing fits: stage 3 needs the least"),
+    ],
+)
+def test_the_recommendation(found, stage, checkpointing, words):
+    request = Request(
+        name="m",
+        config=ZeroConfig(),
+        gpus=8,
+        nodes=1,
+        gpu_memory=80,
+        batch=BatchShape(rows=1, length=1),
+        accumulation=1,
+        optimizer="adamw",
+        backend="nccl",
+    )
+    best, reason = recommend(found, request)
+    assert (best and best.stage, best and best.checkpointing) == (stage, checkpointing)
+    assert words in reason, reason
