@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
 from hf_zero import checkpoint
+from hf_zero.config.builders import build_optimizer, build_scheduler
 from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations import state
@@ -56,9 +57,9 @@ class ZeroArgumentsMixin:
             logger.info(line)
         # --deepspeed file.json configures hf_zero; DeepSpeed itself must not hear of it.
         given = getattr(self, "deepspeed", None)
-        if given and self.zero_config:
+        if given is not None and self.zero_config is not None:
             raise ZeroConfigError("both --deepspeed and --zero_config name a configuration: keep one of them")
-        self.zero_config, self.deepspeed = given or self.zero_config, None
+        self.zero_config, self.deepspeed = self.zero_config if given is None else given, None
         plugin = self._make_plugin()
         if plugin.config.is_set("mixed_precision") and not (self.bf16 or self.fp16):
             # A file may also say it where no launcher has exported it.
@@ -127,6 +128,37 @@ class ZeroTrainerMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not (self.accelerator.zero_plugin.config.zero_stage == 3 and self.accelerator.num_processes > 1):
             super()._move_model_to_device(model, device)
+
+    # -- DeepSpeed's optimizer and scheduler sections -----------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        config = self.accelerator.zero_plugin.config
+        if config.optimizer is None or self.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = build_optimizer(
+            config.optimizer, params, arguments=vars(self.args), where=config.where("optimizer")
+        )
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        config = self.accelerator.zero_plugin.config
+        if config.scheduler is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        arguments = {
+            **vars(self.args),
+            "max_steps": num_training_steps,
+            "warmup_steps": self.args.get_warmup_steps(num_training_steps),
+        }
+        # A prepared optimizer is accelerate's wrapper; schedulers belong to the user's own.
+        target = getattr(optimizer or self.optimizer, "optimizer", optimizer or self.optimizer)
+        self.lr_scheduler = build_scheduler(
+            config.scheduler, target, arguments=arguments, where=config.where("scheduler")
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
