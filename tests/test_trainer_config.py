@@ -146,3 +146,11 @@ def test_accumulation_equals_one_process_with_large_batches(tmp_path, stage, exa
         assert abs(mine - stock) <= 1e-6 * max(1.0, stock), (ours, theirs)
     for name, value in reference.items():
         assert (weights[name] - value).abs().max() <= 1e-6, name
+
+
+@distributed(world_size=2)
+def test_bf16_works_where_there_is_no_accelerator(tmp_path):
+    trainer = make(str(tmp_path), {"zero_stage": 3, "bf16": True, "max_steps": 2})
+    trainer.train()
+    assert next(trainer.model.parameters()).dtype == torch.bfloat16
+    assert trainer.accelerator.zero_plugin.config.mixed_precision == "bf16"

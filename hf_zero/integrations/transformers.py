@@ -21,7 +21,7 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations import state
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
-from hf_zero.launcher import prepare_rank_environment
+from hf_zero.launcher import has_accelerator, prepare_rank_environment
 from hf_zero.unit import gathered_parameters
 
 
@@ -55,6 +55,8 @@ class ZeroArgumentsMixin:
     def __post_init__(self) -> None:
         for line in prepare_rank_environment():
             logger.info(line)
+        # Without an accelerator transformers trains on CPU anyway, but refuses bf16 unless it was asked to.
+        self.use_cpu = self.use_cpu or not has_accelerator()
         # --deepspeed file.json configures hf_zero; DeepSpeed itself must not hear of it.
         given = getattr(self, "deepspeed", None)
         if given is not None and self.zero_config is not None:
