@@ -15,11 +15,19 @@ class PlannedCommunicator(Communicator):
     """Rank 0 of `world_size` imagined ranks; results have the right place and size, and no values.
 
     Args:
-        backend: "gloo" or "nccl", which decides what a reduction allocates.
+        backend: "gloo" or "nccl", which decides, with `deterministic`, what a reduction allocates.
         on_buffer: called with tensors that exist only for a collective.
     """
 
-    def __init__(self, world_size: int, backend: str, on_buffer: Callable[[list[Tensor]], None] = len) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        backend: str,
+        *,
+        deterministic: bool = True,
+        on_buffer: Callable[[list[Tensor]], None] = len,
+    ) -> None:
+        self.deterministic, self.monitor = deterministic, None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
         self.rank, self.world_size, self.backend = 0, world_size, backend
@@ -36,9 +44,9 @@ class PlannedCommunicator(Communicator):
             return super().reduce_scatter(flat)
         own, *others = flat.chunk(self.world_size)
         self._count("reduce_scatter", own.nbytes * (self.world_size - 1))
-        if self.backend == "nccl" and flat.dtype == torch.float32:
+        if self.backend == "nccl" and not self.deterministic and flat.dtype == torch.float32:
             received = [torch.empty_like(own)]
-        else:  # point to point: a message of every other rank, and the sum in fp32
+        else:  # a message from every other rank, and the sum in fp32
             received = [own, *(torch.empty_like(other) for other in others)]
         self._on_buffer([flat, *received])
         wide = torch.promote_types(flat.dtype, torch.float32)
@@ -62,4 +70,7 @@ class PlannedCommunicator(Communicator):
         return [value] * self.world_size
 
     def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def meet(self, purpose: str, timeout_s: float) -> None:
         """Nobody to wait for."""

@@ -126,7 +126,10 @@ def trace(model: nn.Module, scenario: Scenario) -> Footprint:
     _set_checkpointing(model, scenario.checkpointing)
     meter = StorageMeter()
     comm = PlannedCommunicator(
-        scenario.world_size, scenario.backend, lambda tensors: meter.label(tensors, "communication")
+        scenario.world_size,
+        scenario.backend,
+        deterministic=scenario.config.deterministic_reduce,
+        on_buffer=lambda tensors: meter.label(tensors, "communication"),
     )
     with meter:
         engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"))
