@@ -19,7 +19,7 @@ from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.loss_scale import LossScaler
 from hf_zero.model_folder import ZeroPretrainedMixin
-from hf_zero.optimizer import Binding, adopt, gather_states, repack
+from hf_zero.optimizer import Binding, adopt, gather_states, named_state, repack, take_named_state
 from hf_zero.order import HookPoint
 from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
@@ -163,8 +163,20 @@ class ZeroEngine:
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer."""
         self.refresh_structure()
-        binding = next(binding for binding in self.bindings if binding.optimizer is optimizer)
+        binding = self._binding_of(optimizer)
         states = binding.take_new_groups(self._home(), self._bound())
+        self.groups = repack(self.bindings, self.buffers, states)
+
+    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
+        return next(binding for binding in self.bindings if binding.optimizer is optimizer)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
+        """What `optimizer.state_dict()` answers; a collective."""
+        return named_state(self._binding_of(optimizer), self.buffers, self.bindings)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """What `optimizer.load_state_dict()` does. Raises ValueError where the state does not fit."""
+        states = take_named_state(self._binding_of(optimizer), self.buffers, state_dict)
         self.groups = repack(self.bindings, self.buffers, states)
 
     def _home(self) -> dict[nn.Parameter, FlatBuffer]:

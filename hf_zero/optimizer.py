@@ -26,6 +26,14 @@ class ZeroOptimizerMixin:
         super().zero_grad(set_to_none)
         self._zero_owner.drop_local_gradients()
 
+    def state_dict(self) -> dict:
+        """As torch's, with whole tensors on the CPU, keyed by parameter name; a collective, the same on every rank."""
+        return self._zero_owner.optimizer_state(self)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take what `state_dict` gave, at any world size and stage. Raises ValueError where it does not fit."""
+        self._zero_owner.load_optimizer_state(self, state_dict)
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         if "_zero_owner" in self.__dict__:  # not while the optimizer builds itself
@@ -72,6 +80,44 @@ def adopt(
     optimizer.__class__ = type(base.__name__, (ZeroOptimizerMixin, base), {"__module__": base.__module__})
     optimizer._zero_owner = owner
     return binding, states
+
+
+def named_state(binding: Binding, buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> dict:
+    """The state of one optimizer by parameter name; a collective."""
+    buffers = list(buffers)
+    names = {param: name for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    bound = {param for params in binding.groups for param in params}
+    state = {}
+    for param, values in gather_states(buffers, bindings).items():
+        values.pop(_WEIGHT)
+        if param in bound and values:
+            state[names[param]] = {kind: v.cpu() if isinstance(v, Tensor) else v for kind, v in values.items()}
+    groups = []
+    for params, group in zip(binding.groups, binding.optimizer.param_groups, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[param] for param in params]})
+    return {"state": state, "param_groups": groups}
+
+
+def take_named_state(binding: Binding, buffers: Iterable[FlatBuffer], state_dict: dict) -> WholeStates:
+    """Take over the group options of a `named_state`, and return its tensors by parameter, for `repack`.
+
+    Raises ValueError for other groups or parameters than the optimizer's.
+    """
+    params_of = {name: param for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    names_of = {param: name for name, param in params_of.items()}
+    optimizer, saved = binding.optimizer, state_dict["param_groups"]
+    ours = [[names_of[param] for param in params] for params in binding.groups]
+    if [list(group["params"]) for group in saved] != ours:
+        raise ValueError(
+            f"this state of {type(optimizer).__name__} is of other groups or parameters: it names "
+            f"{[len(group['params']) for group in saved]} parameters per group, the optimizer has "
+            f"{[len(names) for names in ours]}. States of hf_zero are keyed by parameter name"
+        )
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    optimizer.state.clear()
+    return {params_of[name]: dict(values) for name, values in state_dict["state"].items()}
 
 
 def repack(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[MasterGroup]:

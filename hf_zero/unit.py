@@ -191,17 +191,23 @@ class Unit:
                 buffer.adopt_writes()
             self._touched = False
         elif not self.holds:
-            self.restore()
+            self._forget_writes()
+            if not self.sharded:
+                self.restore()
         if not self.holds:
             self.reshard()
 
-    def restore(self) -> None:
-        """Bring back the values at rest, whatever was written in the meantime."""
+    def _forget_writes(self) -> None:
         for buffer in self.buffers:
             buffer.written_in_place()
+        self._touched = False
+
+    def restore(self) -> None:
+        """Bring back the values at rest, whatever was written in the meantime."""
+        self._forget_writes()
+        for buffer in self.buffers:
             if buffer.rest():
                 buffer.gather().wait()
-        self._touched = False
 
 
 def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:
@@ -220,7 +226,8 @@ def gathered_parameters(
     """Inside, the given sharded parameters can be read (and with `write`, changed) as ordinary ones.
 
     Call it on all ranks. With `write=True` the values that rank 0 leaves behind are kept; otherwise, and when the
-    block raises, changes are dropped. Parameters that are not prepared are left alone. Scopes nest.
+    block raises, changes are dropped (but frozen parameters below stage 3 are ordinary tensors, and keep them).
+    Parameters that are not prepared are left alone. Scopes nest.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()
