@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,20 +31,28 @@ class Pending:
     """A collective under way. `wait` returns its result and may be called any number of times."""
 
     def __init__(
-        self, works: list[dist.Work], finish: Callable[[], Tensor], label: str = "", monitor: HangMonitor | None = None
+        self,
+        works: list[dist.Work],
+        finish: Callable[[], Tensor],
+        label: str = "",
+        monitor: HangMonitor | None = None,
+        waited: Counter[str] | None = None,
     ) -> None:
         self._works = works
         self._label, self._monitor = label, monitor
+        self._waited = Counter() if waited is None else waited
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._finish is not None:
+            began = time.perf_counter()
             if self._monitor is None:
                 self._wait_for_works()
             else:
                 self._monitor.wait(self._label, self._wait_for_works)
             self._result = self._finish()
+            self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
             self._works, self._finish = [], None
         assert self._result is not None
         return self._result
@@ -81,6 +90,7 @@ class Communicator:
         self.monitor: HangMonitor | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()  # seconds that this process stood still, by kind of collective
         self._meetings = 0
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
@@ -127,7 +137,7 @@ class Communicator:
             works = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
         else:
             works = [_all_gather_single(flat, own, group=self._group, async_op=True)]
-        return Pending(works, lambda: flat, f"all-gather of {what.name}", self.monitor)
+        return Pending(works, lambda: flat, f"all-gather of {what.name}", self.monitor, self.waited)
 
     def reduce_scatter(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks; the result is this rank's slice, in fp32 at least. `flat` is overwritten."""
@@ -139,14 +149,14 @@ class Communicator:
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = torch.empty_like(slices[self.rank])
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
-            return Pending([work], lambda: out, label, self.monitor)
+            return Pending([work], lambda: out, label, self.monitor, self.waited)
         # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
         received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
         if self._point_to_point:
             works = self._exchange(list(slices), received, self._reduce_group, what.tag)
         else:
             works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
-        return Pending(works, lambda: _sum_in_order(received), label, self.monitor)
+        return Pending(works, lambda: _sum_in_order(received), label, self.monitor, self.waited)
 
     def all_reduce(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks in place."""
@@ -154,7 +164,7 @@ class Communicator:
             return _done(flat)
         self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
         work = dist.all_reduce(flat, group=self._reduce_group, async_op=True)
-        return Pending([work], lambda: flat, f"all-reduce of {what.name}", self.monitor)
+        return Pending([work], lambda: flat, f"all-reduce of {what.name}", self.monitor, self.waited)
 
     def agree(self, values: Tensor, largest: bool = False) -> Tensor:
         """Sum (or maximum) of a few scalars over ranks, in place: norms, overflow flags."""
