@@ -134,10 +134,15 @@ class Communicator:
         own = slices[self.rank]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
         if self._point_to_point:
-            works = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
+            works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
         else:
-            works = [_all_gather_single(flat, own, group=self._group, async_op=True)]
-        return Pending(works, lambda: flat, f"all-gather of {what.name}", self.monitor, self.waited)
+            works, land = [_all_gather_single(flat, own, group=self._group, async_op=True)], _nothing
+
+        def finish() -> Tensor:
+            land()
+            return flat
+
+        return Pending(works, finish, f"all-gather of {what.name}", self.monitor, self.waited)
 
     def reduce_scatter(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks; the result is this rank's slice, in fp32 at least. `flat` is overwritten."""
@@ -149,14 +154,21 @@ class Communicator:
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = torch.empty_like(slices[self.rank])
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
-            return Pending([work], lambda: out, label, self.monitor, self.waited)
+            # `flat` stays referenced until the collective on its own stream is over.
+            return Pending([work], lambda flat=flat: out, label, self.monitor, self.waited)
         # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
         received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
         if self._point_to_point:
-            works = self._exchange(list(slices), received, self._reduce_group, what.tag)
+            works, land = self._exchange(list(slices), received, self._reduce_group, what.tag)
         else:
             works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
-        return Pending(works, lambda: _sum_in_order(received), label, self.monitor, self.waited)
+            land = _nothing
+
+        def finish(flat: Tensor = flat) -> Tensor:
+            land()
+            return _sum_in_order(received)
+
+        return Pending(works, finish, label, self.monitor, self.waited)
 
     def all_reduce(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
         """Sum `flat` over ranks in place."""
@@ -214,11 +226,17 @@ class Communicator:
 
     def _exchange(
         self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup, tag: int
-    ) -> list[dist.Work]:
+    ) -> tuple[list[dist.Work], Callable[[], None]]:
         """Send outgoing[r] to every other rank r and receive its message into incoming[r].
 
         Messages of different tags do not meet: ranks that diverge wait for each other instead of mixing up values.
+        Tensors on a device pass through the host, as gloo sends host memory only; the second result, called when the
+        messages are there, brings them to the device.
         """
+        device_incoming = incoming
+        if incoming[0].device.type != "cpu":
+            incoming = [torch.empty_like(tensor, device="cpu") for tensor in incoming]
+            outgoing = [tensor.cpu() for tensor in outgoing]
         works: list[dist.Work] = []
         for step in range(1, self.world_size):
             # Each step pairs the ranks differently, so that no rank is everybody's first target.
@@ -226,7 +244,17 @@ class Communicator:
             target = (self.rank + step) % self.world_size
             works.append(dist.irecv(incoming[source], src=self._ranks[source], group=group, tag=tag))
             works.append(dist.isend(outgoing[target], dst=self._ranks[target], group=group, tag=tag))
-        return works
+
+        def land() -> None:
+            for rank, (target, source) in enumerate(zip(device_incoming, incoming, strict=True)):
+                if target is not source and rank != self.rank:
+                    target.copy_(source)
+
+        return works, land
+
+
+def _nothing() -> None:
+    """Nothing is left to be done."""
 
 
 def _widen(tensor: Tensor) -> Tensor:
