@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Communicator
+from hf_zero.committed import compare_sums
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.masters import MasterGroup
 from hf_zero.sliced_file import SlicedFile
-from hf_zero.staging import Part, Staged, stage
+from hf_zero.staging import Part, add_up, agree, stage
 
 
 STATE_NAME = "zero_state.safetensors"
@@ -28,58 +29,96 @@ def save_state(
     comm: Communicator,
     name: str = STATE_NAME,
     is_main: bool | None = None,
-) -> Staged:
+    stored: Container[int] = (),
+    extra: Mapping[str, object] | None = None,
+) -> dict[str, int]:
     """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
 
     Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
-    counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does). Raises
-    ZeroCheckpointError on all ranks when one of them cannot write.
+    counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does); `stored` has
+    the `id` of parameters whose masters are stored elsewhere; `extra` is kept with the file. Returns the checksums of
+    the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write.
     """
     buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
     kinds = _agreed_kinds(buffers, optimizers, comm)
     tensors = {}
     for buffer in buffers:
-        for parameter, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
+        for parameter, param, shape in zip(buffer.names, buffer.params, buffer.layout.shapes, strict=True):
             for kind, dtype in kinds[parameter].items():
-                tensors[f"{parameter}.{kind}"] = (dtype, shape)
-    metadata = {"format": "hf_zero", "optimizers": json.dumps([_options(optimizer) for optimizer in optimizers])}
+                if kind != _MASTER or id(param) not in stored:
+                    tensors[f"{parameter}.{kind}"] = (dtype, shape)
+    metadata = {
+        "format": "hf_zero",
+        "optimizers": json.dumps([_options(optimizer) for optimizer in optimizers]),
+        "extra": json.dumps(dict(extra or {})),
+        "parameters": json.dumps([parameter for buffer in buffers for parameter in buffer.names]),
+    }
     file = SlicedFile(tensors, metadata)
 
     def parts() -> Iterator[Part]:
         for tensor, start, values in _parts(buffers, optimizers, comm):
-            yield name, tensor, start, values
+            if tensor in tensors:
+                yield name, tensor, start, values
 
     staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main)
     staged.commit()
-    return staged
+    return staged.sums
 
 
 def load_state(
     folder: str | Path,
     buffers: Iterable[FlatBuffer],
     optimizers: Iterable[torch.optim.Optimizer],
+    comm: Communicator,
     name: str = STATE_NAME,
-) -> None:
+) -> tuple[set[str], dict]:
     """Read what `save_state` wrote, at any world size and stage; every rank reads its own byte ranges only.
 
-    Raises ZeroCheckpointError where a parameter is missing or has another shape.
+    Returns the names of the parameters whose masters the file leaves out (they stand in the model's own files), and
+    what was given as `extra`. Raises ZeroCheckpointError, on all ranks, where a parameter has another shape or a
+    tensor is not what was saved.
     """
     path = Path(folder) / name
     if not path.exists():
         raise ZeroCheckpointError(f"{path} does not exist: {folder} holds no training state of hf_zero")
-    file = SlicedFile.open(path)
     buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
-    _check(file, buffers, path)
-    saved = json.loads(file.metadata["optimizers"])
-    if len(saved) != len(optimizers):
-        raise ZeroCheckpointError(f"{path} holds the state of {len(saved)} optimizers, this run has {len(optimizers)}")
-    for optimizer, options in zip(optimizers, saved, strict=True):
-        _restore_options(optimizer, options, path)
-    for buffer in buffers:
-        for optimizer in optimizers:
-            _make_states(file, buffer, optimizer)
-    file.read(path, _parts(buffers, optimizers, None))
+    missing: set[str] = set()
+    sums: dict[str, int] = {}
+    extra: dict[str, object] = {}
+
+    def read() -> None:
+        file = SlicedFile.open(path)
+        extra.update(json.loads(file.metadata["extra"]))
+        missing.update(_check(file, buffers, path))
+        saved = json.loads(file.metadata["optimizers"])
+        if len(saved) != len(optimizers):
+            raise ZeroCheckpointError(
+                f"{path} holds the state of {len(saved)} optimizers, this run has {len(optimizers)}"
+            )
+        for optimizer, options in zip(optimizers, saved, strict=True):
+            _restore_options(optimizer, options, path)
+        for buffer in buffers:
+            for optimizer in optimizers:
+                _make_states(file, buffer, optimizer)
+        replicated = [buffer for buffer in buffers if not buffer.owns_slice]
+        sharded = [buffer for buffer in buffers if buffer.owns_slice]
+        counted = buffers if comm.rank == 0 else sharded
+        uncounted = [] if comm.rank == 0 else replicated
+        sums.update(file.read(path, _in_file(file, counted, optimizers)))
+        file.read(path, _in_file(file, uncounted, optimizers))
+
+    agree(comm, read)
+    compare_sums(Path(folder), name, add_up(comm, sums))
+    return missing, extra
+
+
+def _in_file(
+    file: SlicedFile, buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[str, int, Tensor]]:
+    for name, start, values in _parts(buffers, optimizers, None):
+        if name in file.tensors:
+            yield name, start, values
 
 
 def _states(piece_group: MasterGroup, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -177,15 +216,20 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
                     )
 
 
-def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> None:
-    problems = []
+def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> set[str]:
+    """The parameters whose masters the file leaves out. Raises where one has another shape, or is unknown."""
+    problems, missing = [], set()
+    known = set(json.loads(file.metadata["parameters"]))
     for buffer in buffers:
         for name, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
             found = file.tensors.get(f"{name}.{_MASTER}")
-            if found is None:
+            if name not in known:
                 problems.append(f"'{name}' is missing")
+            elif found is None:
+                missing.add(name)
             elif found[1] != shape:
                 problems.append(f"'{name}' has shape {found[1]}, the model's is {shape}")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ZeroCheckpointError(f"{path} does not fit the model: {shown}")
+    return missing

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ from hf_zero.staging import agree, find_writers
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
 WriteRest = Callable[[str, dict[str, Tensor]], None]
 _MEETING_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFolder:
+    """What was saved: tensor checksums by file, and the `id` of every parameter whose master is in the files."""
+
+    sums: dict[str, dict[str, int]]
+    exact: frozenset[int]
 
 
 class ZeroPretrainedMixin:
@@ -95,8 +104,8 @@ def save_folder(
     compute_dtype: bool = True,
     adapters: list[str] | None = None,
     **plan_options: Any,
-) -> dict[str, int]:
-    """Save a prepared model; a collective. Returns the checksum of every tensor in the weight files.
+) -> SavedFolder:
+    """Save a prepared model; a collective.
 
     `is_main` says that this rank is to create files (one rank, or one per node); `write_rest` writes what belongs to
     the folder besides sharded weights. Weights have the dtype that the model computes in, or (`compute_dtype=False`)
@@ -107,7 +116,7 @@ def save_folder(
     choose = _adapter_choice(model, adapters)
     if choose is not None:
         _save_adapters(model, Path(folder), comm, is_main, write_rest, choose)
-        return {}
+        return SavedFolder(sums={}, exact=frozenset())
     dtype_of = saving.saved_dtypes(model, compute_dtype)
     if hasattr(model, "_keys_to_ignore_on_save"):
         plan = plan_pretrained(model, dtype_of, **plan_options)
@@ -122,7 +131,7 @@ def save_folder(
         staged.staged.discard()
         raise
     staged.commit()
-    return staged.staged.sums
+    return SavedFolder(sums=plan.by_file(staged.staged.sums), exact=saving.exact_parameters(model, plan))
 
 
 def _as_writer(model: nn.Module, write_rest: WriteRest, folder: str, state_dict: dict[str, Tensor]) -> None:

@@ -17,18 +17,13 @@ from hf_zero import access
 from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
-from hf_zero.saving_plan import SavePlan, logical_state
+from hf_zero.saving_plan import SavePlan, logical_state, units_of
 from hf_zero.staging import Part, Staged, agree, broadcast_parts, stage
 from hf_zero.unit import Unit, gathered_parameters
 
 
 # (name in the state dict, first element, values)
 Owned = tuple[str, int, Tensor]
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units that hold the parameters of a module, in the same order on every rank."""
-    return list(dict.fromkeys(access.owner_of(p) for p in model.parameters() if access.is_prepared(p)))
 
 
 def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], torch.dtype]:
@@ -40,6 +35,21 @@ def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], to
             dtype = buffer.dtype if keeps else buffer.master_dtype
             dtypes.update({id(param): dtype for param in buffer.params})
     return lambda tensor: dtypes.get(id(tensor), tensor.dtype)
+
+
+def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
+    """The `id` of every parameter whose master stands in the files of `plan` as it is."""
+    inexact = {name for origin in plan.computed.values() for name in origin.names}
+    saved = {name: plan.dtype_of(tensor) for tensor, origin in plan.origins.items() for name in origin.names}
+    masters = {
+        id(p): buffer.master_dtype for unit in units_of(model) for buffer in unit.buffers for p in buffer.params
+    }
+    exact = set()
+    for name, tensor in logical_state(model).items():
+        first = plan.aliases[name]
+        if id(tensor) in masters and first not in inexact and saved.get(first) == masters[id(tensor)]:
+            exact.add(id(tensor))
+    return frozenset(exact)
 
 
 @dataclass(kw_only=True)

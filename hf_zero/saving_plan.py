@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_zero import access
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.provenance import Origin, Tracer
 from hf_zero.sliced_file import SlicedFile, library_order
+from hf_zero.unit import Unit
 
 
 DtypeOf = Callable[[Tensor], torch.dtype]
@@ -33,6 +36,18 @@ class SavePlan:
     aliases: dict[str, str]
     index_name: str
     index: str | None  # the content of the index file, where there is more than one file
+
+    def by_file(self, values: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Values of tensors, sorted into their files."""
+        return {file: {name: values[name] for name in layout.tensors} for file, layout in self.files.items()}
+
+    def renamed(self, name: str) -> SavePlan:
+        """The same for a single file of another name."""
+        ((_, layout),) = self.files.items()
+        return dataclasses.replace(self, files={name: layout}, home=dict.fromkeys(self.home, name))
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        return self.files[self.home[tensor]].tensors[tensor][0]
 
     @property
     def computed(self) -> dict[str, Origin]:
@@ -109,6 +124,11 @@ def _stand_ins(model: nn.Module, dtype_of: DtypeOf) -> tuple[Tracer, dict[str, T
 def logical_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with the parameters themselves: nothing is read."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units that hold the parameters of a module, in the same order on every rank."""
+    return list(dict.fromkeys(access.owner_of(p) for p in model.parameters() if access.is_prepared(p)))
 
 
 def _check_nothing_lost(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:

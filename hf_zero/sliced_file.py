@@ -126,6 +126,20 @@ class SlicedFile:
         return sums
 
 
+def read_parts(layout: SlicedFile, path: str | os.PathLike, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
+    """The values of the named tensors, as (name, first element, values), one buffer at a time."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for name in names:
+            dtype, shape = layout.tensors[name]
+            numel, step = torch.Size(shape).numel(), BUFFER_BYTES // dtype.itemsize
+            for at in range(0, numel, step):
+                count = min(step, numel - at)
+                yield name, at, _read_all(descriptor, dtype, count, layout.position(name, at))
+    finally:
+        os.close(descriptor)
+
+
 class SliceWriter:
     """Puts parts of tensors into created files, through one buffer, and adds up checksums.
 

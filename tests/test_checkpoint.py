@@ -70,7 +70,25 @@ def test_the_checkpoint_is_a_plain_folder(tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     state = SlicedFile.open(folder / checkpoint.STATE_NAME)
     assert state.tensors["lm_head.weight.exp_avg_sq"] == (torch.float32, (96, 32))
+    # In fp32 the model's own file holds the masters; nothing is stored twice.
+    assert not any(name.endswith(".master") for name in state.tensors), list(state.tensors)
+    run_ranks(train, str(tmp_path / "half"), 3, 2, 3, world_size=2, bf16=True)
+    state = SlicedFile.open(tmp_path / "half/checkpoint-3" / checkpoint.STATE_NAME)
     assert state.tensors["model.norm.weight.master"] == (torch.float32, (32,))
+
+
+@pytest.mark.parametrize("stage, target, ranks", [(2, 3, 2), (3, 3, 4), (3, 1, 1)])
+def test_resume_in_bf16(tmp_path, stage, target, ranks):
+    """The masters go on in full precision, whatever the saved weights have."""
+    whole = run_ranks(train, str(tmp_path / "run"), stage, 4, world_size=2, bf16=True)[0]
+    resume = str(tmp_path / "run/checkpoint-3")
+    resumed = run_ranks(
+        train, str(tmp_path / "again"), target, 8 // ranks, resume=resume, world_size=ranks, bf16=True
+    )[0]
+    assert sorted(resumed) == [4, 5, 6]
+    for step, loss in resumed.items():
+        # Gradients of other batch splits are rounded to bf16 elsewhere.
+        assert abs(loss - whole[step]) <= (0 if ranks == 2 else 2e-3), (step, loss, whole[step])
 
 
 def evaluate_best(folder, stage):
@@ -186,6 +204,6 @@ def test_state_of_another_model_is_refused(tmp_path):
     other = torch.nn.Linear(4, 5)
     twin = hf_zero.shard(other, torch.optim.SGD(other.parameters(), lr=0.1), {"zero_stage": 3})
     with pytest.raises(ZeroCheckpointError, match=r"'weight' has shape \(4, 4\), the model's is \(5, 4\)"):
-        checkpoint.load_state(tmp_path, twin.buffers, twin.optimizers)
+        checkpoint.load_state(tmp_path, twin.buffers, twin.optimizers, twin.comm)
     with pytest.raises(ZeroCheckpointError, match="holds no training state"):
-        checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.optimizers)
+        checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.optimizers, twin.comm)

@@ -124,6 +124,7 @@ class ZeroAccelerator(Accelerator):
         self.zero_plugin = self.state.zero_plugin = plugin
         # Weights are gathered in the compute dtype: autocast, which would keep a cast of every weight, stays out.
         self.native_amp, self.scaler = False, None
+        self.leaves_out_state_dicts = False
         self._scaler: LossScaler | None = None
         if self.num_processes == 1 and plugin.config.zero_stage > 0:
             self.print(f"hf_zero: one process, so stage {plugin.config.zero_stage} shards nothing")
@@ -238,11 +239,30 @@ class ZeroAccelerator(Accelerator):
         """The whole state dict on the CPU of the main process, None on the others; call it on all ranks."""
         if engine_of(model) is None:
             return super().get_state_dict(model, unwrap=unwrap)
+        if self.leaves_out_state_dicts:
+            return None  # save_state asks, and its hook writes the weights without gathering them
         return saving.consolidated_state_dict(model, keep=self.is_main_process)
 
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights as safetensors, each rank what it owns; call it on all ranks."""
+        if engine_of(model) is None or not safe_serialization:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        else:
+            state.save_model(self, model, save_directory, max_shard_size)
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        with state.saving_state(self):
+        if not self._engines():
             return super().save_state(output_dir, safe_serialization, **kwargs)
+        with state.saving_state(self) as commit:
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+            commit(folder)
+        return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
         with state.loading_state(self):

@@ -1,21 +1,71 @@
-"""`save_state` and `load_state` of accelerate, with the engine's part written by the engine."""
+"""What accelerate's and Trainer's checkpoints have in common: the engine's part of them, written by the engine."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import load_file, save_file
+from torch import nn
 
-from hf_zero import checkpoint
+from hf_zero import checkpoint, committed, loading, saving
 from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.unit import gathered_parameters
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.saving_plan import logical_state, plan_module
 
 
 if TYPE_CHECKING:
     from hf_zero.integrations.accelerate import ZeroAccelerator
+
+
+def save_engine(
+    engine: ZeroEngine,
+    folder: str | Path,
+    *,
+    name: str = checkpoint.STATE_NAME,
+    is_main: bool,
+    stored: frozenset[int] = frozenset(),
+) -> dict[str, dict[str, int]]:
+    """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
+    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
+    sums = checkpoint.save_state(
+        folder, engine.buffers, engine.optimizers, engine.comm, name, is_main, stored=stored, extra=extra
+    )
+    return {name: sums}
+
+
+def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:
+    """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
+    engine.schedule.reshard_all()
+    missing, extra = checkpoint.load_state(folder, engine.buffers, engine.optimizers, engine.comm, name)
+    if engine.scaler is not None and "loss_scale" in extra:
+        engine.scaler.load_state_dict(extra["loss_scale"])
+    return missing
+
+
+def load_rest(engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str]) -> None:
+    """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters."""
+    mastered = {
+        id(param)
+        for buffer in engine.buffers
+        if buffer.trainable
+        for name, param in zip(buffer.names, buffer.params, strict=True)
+        if name not in missing
+    }
+    logical = logical_state(model)
+    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered)
+    engine.after_load()
+
+
+def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> None:
+    """Read all weights from the model's files; a collective."""
+    engine.schedule.reshard_all()
+    loading.load_weights(model, folder, engine.comm)
+    engine.after_load()
+
+
+# -- accelerate's save_state and load_state ---------------------------------------------------------------------------
 
 
 def _names(index: int) -> tuple[str, str]:
@@ -24,71 +74,88 @@ def _names(index: int) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _without_ours(accelerator: ZeroAccelerator, install) -> Iterator[None]:
-    """Run with a pre-hook of ours, and with our optimizers out of accelerate's sight."""
+def saving_state(accelerator: ZeroAccelerator) -> Iterator[Callable[[str], None]]:
+    """Inside, accelerate leaves sharded models and their optimizers to us; the value marks a folder as complete."""
+    sums: dict[str, dict[str, int]] = {}
+
+    def save(models: list, weights: list, folder: str) -> None:
+        if _is_main(accelerator):
+            (Path(folder) / committed.MARKER).unlink(missing_ok=True)
+        accelerator.wait_for_everyone()
+        for index, model in enumerate(models):
+            if engine_of(model) is not None:
+                sums.update(_save_one(accelerator, model, index, folder))
+        weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
+
+    def commit(folder: str) -> None:
+        accelerator.wait_for_everyone()
+        if _is_main(accelerator):
+            committed.write_marker(Path(folder), sums)
+        accelerator.wait_for_everyone()
+
+    with _without_ours(accelerator), contextlib.ExitStack() as stack:
+        stack.callback(accelerator.register_save_state_pre_hook(save).remove)
+        yield commit
+
+
+@contextlib.contextmanager
+def loading_state(accelerator: ZeroAccelerator) -> Iterator[None]:
+    """Inside, accelerate leaves sharded models and their optimizers to us."""
+    with _without_ours(accelerator), contextlib.ExitStack() as stack:
+        stack.callback(accelerator.register_load_state_pre_hook(_load_models).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _without_ours(accelerator: ZeroAccelerator) -> Iterator[None]:
     kept = accelerator._optimizers
     accelerator._optimizers = [optimizer for optimizer in kept if not getattr(optimizer, "linked", False)]
-    handle = install()
+    accelerator.leaves_out_state_dicts = True
     try:
         yield
     finally:
-        handle.remove()
         accelerator._optimizers = kept
+        accelerator.leaves_out_state_dicts = False
 
 
-def saving_hook(models: list, weights: list, folder: str) -> None:
-    """Write each sharded model and its training state; accelerate writes what is left in `weights`."""
-    for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
-        engine = engine_of(model)
-        if engine is None:
-            continue
-        model_name, state_name = _names(index)
-        if weight is not None:  # the main process holds the consolidated state dict
-            _save_weights(weight, Path(folder) / model_name)
-        save_engine(engine, folder, state_name)
-    weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
+def _is_main(accelerator: ZeroAccelerator) -> bool:
+    """Whether this rank is to create files."""
+    each_node = accelerator.project_configuration.save_on_each_node
+    return accelerator.is_local_main_process if each_node else accelerator.is_main_process
 
 
-def _save_weights(state_dict: dict, path: Path) -> None:
-    from accelerate.utils import clean_state_dict_for_safetensors
+def save_model(accelerator: ZeroAccelerator, model: nn.Module, folder: str | Path, max_shard_size: int | str) -> None:
+    """What `Accelerator.save_model` writes; a collective."""
+    engine = engine_of(model)
+    dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
+    plan = plan_module(model, dtype_of, max_shard_size=max_shard_size)
+    saving.stage_weights(model, plan, folder, engine.comm, _is_main(accelerator)).commit()
 
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(clean_state_dict_for_safetensors(state_dict), temporary, metadata={"format": "pt"})
-    temporary.replace(path)
+
+def _save_one(accelerator: ZeroAccelerator, model: nn.Module, index: int, folder: str) -> dict[str, dict[str, int]]:
+    engine, is_main = engine_of(model), _is_main(accelerator)
+    model_name, state_name = _names(index)
+    dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
+    plan = plan_module(model, dtype_of, max_shard_size=2**62).renamed(model_name)
+    staged = saving.stage_weights(model, plan, folder, engine.comm, is_main).staged
+    staged.commit()
+    stored = saving.exact_parameters(model, plan)
+    return {
+        **plan.by_file(staged.sums),
+        **save_engine(engine, folder, name=state_name, is_main=is_main, stored=stored),
+    }
 
 
-def loading_hook(models: list, folder: str) -> None:
+def _load_models(models: list, folder: str) -> None:
     """Load each sharded model and its training state; accelerate loads what is left in `models`."""
+    ours = [model for model in models if engine_of(model) is not None]
+    if ours and not committed.is_committed(Path(folder)):
+        raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {committed.MARKER} file)")
     for index, model in enumerate(models):
         engine = engine_of(model)
         if engine is None:
             continue
         model_name, state_name = _names(index)
-        load_weights(model, Path(folder) / model_name)
-        load_engine(engine, folder, state_name)
+        missing = load_engine(engine, folder, state_name)
+        load_rest(engine, model, Path(folder) / model_name, missing)
     models[:] = [model for model in models if engine_of(model) is None]
-
-
-def load_weights(model, path: Path) -> None:
-    with gathered_parameters(model, write=True):
-        model.load_state_dict(load_file(path), strict=False)
-
-
-def save_engine(engine: ZeroEngine, folder: str, name: str = checkpoint.STATE_NAME) -> None:
-    """Write the masters and the optimizer state of one engine; a collective."""
-    checkpoint.save_state(folder, engine.buffers, engine.optimizers, engine.comm, name)
-
-
-def load_engine(engine: ZeroEngine, folder: str, name: str = checkpoint.STATE_NAME) -> None:
-    """Read them back, and bring the weights in line with the masters; a collective."""
-    engine.schedule.reshard_all()
-    checkpoint.load_state(folder, engine.buffers, engine.optimizers, name)
-    engine.after_load()
-
-
-def saving_state(accelerator: ZeroAccelerator):
-    return _without_ours(accelerator, lambda: accelerator.register_save_state_pre_hook(saving_hook))
-
-
-def loading_state(accelerator: ZeroAccelerator):
-    return _without_ours(accelerator, lambda: accelerator.register_load_state_pre_hook(loading_hook))

@@ -13,16 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
 
-from hf_zero import checkpoint
 from hf_zero.config.builders import build_optimizer, build_scheduler
-from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations import state
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
+from hf_zero.integrations.trainer_checkpoints import ZeroCheckpointMixin
 from hf_zero.launcher import has_accelerator, prepare_rank_environment
-from hf_zero.unit import gathered_parameters
 
 
 logger = logging.getLogger(__name__)
@@ -102,7 +98,7 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
     """`transformers.TrainingArguments` with hf_zero's fields; `deepspeed=` is read as hf_zero's configuration."""
 
 
-class ZeroTrainerMixin:
+class ZeroTrainerMixin(ZeroCheckpointMixin):
     """Put before any Trainer class, it trains that class's models under ZeRO: `class T(ZeroTrainerMixin, SFTTrainer)`.
 
     The configuration comes from the arguments where they are `ZeroTrainingArguments` (or carry `ZeroArgumentsMixin`),
@@ -161,48 +157,6 @@ class ZeroTrainerMixin:
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    # -- saving -----------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model as a Hugging Face folder; call it on all ranks, as Trainer itself does."""
-        if engine_of(self.model) is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        state_dict = self.accelerator.get_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = engine_of(self.model)
-        if engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state.save_engine(engine, output_dir)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-        # Old checkpoints are removed next: not before this one is complete on every rank.
-        self.accelerator.wait_for_everyone()
-
-    # -- loading ----------------------------------------------------------------------------------------------------
-
-    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        engine = engine_of(self.model)
-        if checkpoint_dir is None or engine is None:
-            super()._load_optimizer_and_scheduler(checkpoint_dir)
-            return
-        if not (Path(checkpoint_dir) / checkpoint.STATE_NAME).exists():
-            logger.warning(f"{checkpoint_dir} holds weights only: optimizer and scheduler start afresh")
-            return
-        state.load_engine(engine, checkpoint_dir)
-        scheduler = torch.load(os.path.join(checkpoint_dir, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-        self.lr_scheduler.load_state_dict(scheduler)
-
-    def _load_best_model(self) -> None:
-        with gathered_parameters(self.model, write=True):
-            super()._load_best_model()
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -1,0 +1,149 @@
+"""Checkpoint folders that are complete or absent: built aside, renamed when finished, with a marker that proves it.
+
+[Note: commit marker] `COMMIT` is the last file of a checkpoint. It holds the size and the hash of every small file,
+and of every sliced file the hash of its header and the checksum of each tensor. A folder without it is torn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hf_zero.checksum import checksum, combine
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.sliced_file import SlicedFile, read_parts
+
+
+MARKER = "COMMIT"
+# Folders under construction stand in this folder, next to where they are going to be.
+UNCOMMITTED = "uncommitted"
+_STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
+# Tensor checksums by file.
+Sums = Mapping[str, Mapping[str, int]]
+
+
+def write_marker(folder: Path, sums: Sums) -> None:
+    """Flush every file of `folder` to the disk and write its marker."""
+    (folder / MARKER).unlink(missing_ok=True)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _flush(path)
+        files[str(path.relative_to(folder))] = _describe(path, sums.get(path.name))
+    temporary = folder / (MARKER + ".tmp")
+    temporary.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
+    _flush(temporary)
+    os.replace(temporary, folder / MARKER)
+    _flush(folder)
+
+
+def _describe(path: Path, tensors: Mapping[str, int] | None) -> dict[str, object]:
+    described: dict[str, object] = {"size": path.stat().st_size}
+    if tensors is None:
+        described["sha256"] = _hash(path.read_bytes())
+    else:
+        described["header_sha256"] = _hash(SlicedFile.open(path).header)
+        described["tensors"] = {name: f"{value:016x}" for name, value in sorted(tensors.items())}
+    return described
+
+
+def place(built: Path, final: Path) -> None:
+    """Put a finished folder where it belongs; one that is there already goes only when the new one has its name."""
+    old = built.with_name(built.name + ".replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(built, final)
+    _flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def is_committed(folder: Path) -> bool:
+    return (folder / MARKER).is_file()
+
+
+def tensor_sums(folder: Path, file: str) -> dict[str, int] | None:
+    """The checksums that the marker has for a sliced file; None where it has none."""
+    if not is_committed(folder):
+        return None
+    described = _read_marker(folder).get(file, {}).get("tensors")
+    return None if described is None else {name: int(value, 16) for name, value in described.items()}
+
+
+def _read_marker(folder: Path) -> dict[str, dict]:
+    try:
+        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ZeroCheckpointError(f"{folder / MARKER} is damaged: {error}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise ZeroCheckpointError, naming the file, where something is missing or changed; tensors are not read."""
+    for name, described in _read_marker(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise ZeroCheckpointError(f"{path} is missing from a committed checkpoint")
+        if path.stat().st_size != described["size"]:
+            raise ZeroCheckpointError(f"{path} has {path.stat().st_size:,} bytes, {described['size']:,} were saved")
+        if "sha256" in described:
+            intact = _hash(path.read_bytes()) == described["sha256"]
+        else:
+            intact = _hash(SlicedFile.open(path).header) == described["header_sha256"]
+        if not intact:
+            raise ZeroCheckpointError(f"{path} is damaged: it has other bytes than were saved")
+
+
+def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
+    """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does."""
+    for name, described in sorted(_read_marker(folder).items()):
+        if "tensors" not in described:
+            continue
+        layout = SlicedFile.open(folder / name)
+        names = sorted(described["tensors"])[share::shares]
+        found = {}
+        for tensor, start, values in read_parts(layout, folder / name, names):
+            found[tensor] = combine(found.get(tensor, 0), checksum(values, start))
+        compare_sums(folder, name, found)
+
+
+def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
+    """Raise ZeroCheckpointError where a tensor is not the one that was saved; it names the file and the tensor."""
+    for tensor, wanted in (tensor_sums(folder, file) or {}).items():
+        if tensor in found and found[tensor] != wanted:
+            raise ZeroCheckpointError(
+                f"{folder / file} is damaged: tensor '{tensor}' has other values than were saved"
+            )
+
+
+def step_folders(run_folder: Path) -> Iterator[Path]:
+    """The checkpoint folders of a run, newest first."""
+    found = []
+    if run_folder.is_dir():
+        for path in run_folder.iterdir():
+            match = _STEP_FOLDER.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append((int(match[1]), path))
+    for _, path in sorted(found, reverse=True):
+        yield path
+
+
+def torn_folders(run_folder: Path) -> list[Path]:
+    """What a run that was killed while saving has left behind."""
+    under_construction = run_folder / UNCOMMITTED
+    return sorted(under_construction.iterdir()) if under_construction.is_dir() else []
