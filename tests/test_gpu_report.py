@@ -13,7 +13,9 @@ def run(*options):
 
 
 def test_the_measurements_run_without_a_gpu():
-    done = run(*"--device cpu --hidden-size 64 --layers 2 --tokens 16 --steps 1 --skip-tests".split())
+    done = run(
+        *["--device", "cpu", "--hidden-size", "64", "--layers", "2", "--tokens", "16", "--steps", "1", "--skip-tests"]
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith(("| 8", "| 64"))]
     assert [[cell.strip() for cell in row] for row in rows] == [[n, s] for n in ("8", "64") for s in "123"]
