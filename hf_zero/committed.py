@@ -143,6 +143,14 @@ def step_folders(run_folder: Path) -> Iterator[Path]:
         yield path
 
 
+def finish_interrupted(run_folder: Path) -> None:
+    """Give a checkpoint its name that was complete when its run was killed, an instant before that."""
+    for built in torn_folders(run_folder):
+        final = run_folder / built.name
+        if _STEP_FOLDER.fullmatch(built.name) and is_committed(built) and not final.exists():
+            os.rename(built, final)
+
+
 def torn_folders(run_folder: Path) -> list[Path]:
     """What a run that was killed while saving has left behind."""
     under_construction = run_folder / UNCOMMITTED

@@ -176,6 +176,9 @@ def newest_committed(run_folder: Path) -> Path:
     Raises ZeroCheckpointError where there is none.
     """
     comm = Communicator()
+    if comm.rank == 0:
+        committed.finish_interrupted(run_folder)
+    comm.barrier()
     skipped = [f"{folder} (torn: the run ended while it was written)" for folder in committed.torn_folders(run_folder)]
     found = None
     for folder in committed.step_folders(run_folder):
