@@ -154,3 +154,22 @@ def test_bf16_works_where_there_is_no_accelerator(tmp_path):
     trainer.train()
     assert next(trainer.model.parameters()).dtype == torch.bfloat16
     assert trainer.accelerator.zero_plugin.config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("stage, units", [(3, ["(persistent)"]), (2, [])])
+@distributed(world_size=2)
+def test_automatic_sizes_follow_the_width_of_the_model(tmp_path, stage, units):
+    from hf_zero.engine import engine_of
+
+    sizes = {"stage3_param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}
+    config = {"zero_optimization": {"stage": stage, **(sizes if stage == 3 else {"reduce_bucket_size": "auto"})}}
+    trainer = make(str(tmp_path), {"deepspeed": config, "max_steps": 1, "max_grad_norm": 0.0})
+    trainer.train()
+    engine = engine_of(trainer.model)
+    assert engine.config.reduce_bucket_size == 32 * 32
+    assert "hidden_size squared" in engine.config.origins["reduce_bucket_size"].reason
+    whole = [unit.name for unit in engine.units if unit.name == "(persistent)"]
+    assert whole == units
+    if stage == 3:
+        assert engine.config.stage3_param_persistence_threshold == 320
+        assert engine.units[0].numel == 5 * 32  # the norms of two layers, and the last one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 
 from hf_zero import grad_norm, saving
 from hf_zero.config import ZeroConfig
-from hf_zero.config.consistency import argument_claims, check_consistency, config_claims, resolve_auto
+from hf_zero.config.consistency import (
+    Claim,
+    argument_claims,
+    check_consistency,
+    config_claims,
+    hidden_size_of,
+    resolve_auto,
+)
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
 from hf_zero.integrations import state
@@ -43,6 +51,8 @@ class ZeroPlugin:
     def __init__(self, config: Any = None, **overrides: Any) -> None:
         explicit = ZeroConfig.from_any(config, **overrides) if config is not None or overrides else None
         resolved = resolve_from_environment(explicit)
+        self._given: ZeroConfig = resolved.config  # with every `auto` as it was written
+        self._claims: list[Claim] = []  # what arguments have said so far
         self.config: ZeroConfig = resolved.config
         self.source: str = resolved.source
         self.launched: ZeroConfig | None = resolved.launched
@@ -54,11 +64,17 @@ class ZeroPlugin:
         self, arguments: dict[str, Any], label: str, *, world_size: int, hidden_size: int | None = None
     ) -> None:
         """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
-        claims = config_claims(self.config) + argument_claims(arguments, label)
-        if self.launched is not None:
-            claims += config_claims(self.launched)
+        self._claims += argument_claims(arguments, label)
+        written = [config for config in (self._given, self.launched) if config is not None]
+        claims = [claim for config in written for claim in config_claims(config)] + self._claims
         agreed = check_consistency(claims, world_size=world_size)
-        self.config = resolve_auto(self.config, agreed=agreed, world_size=world_size, hidden_size=hidden_size)
+        self._settled = functools.partial(resolve_auto, self._given, agreed=agreed, world_size=world_size)
+        self.config = self._settled()
+
+    def config_for(self, model: nn.Module) -> ZeroConfig:
+        """The configuration of one model: sizes written as `auto` follow its width, as DeepSpeed's do."""
+        config = self._settled(hidden_size=hidden_size_of(getattr(model, "config", None)))
+        return config.replace(mixed_precision=self.config.mixed_precision)
 
 
 def _check_not_alone(num_processes: int) -> None:
@@ -145,7 +161,7 @@ class ZeroAccelerator(Accelerator):
             if model not in self._models:
                 self._models.append(model)
             return model
-        config = self.zero_plugin.config
+        config = self.zero_plugin.config_for(model)
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ZeroConfigError(
                 "torch.compile of the whole model is not supported: compile the decoder layers instead"
