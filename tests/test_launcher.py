@@ -120,6 +120,7 @@ def test_multi_cpu_and_cpu_really_start_all_ranks_on_cpu(launched, tmp_path):
         status, args, environ = launched(*argv, "x.py")
         assert status == 0
         assert (args.num_processes, args.multi_gpu, environ["ACCELERATE_USE_CPU"]) == (3, True, "true")
+        assert environ["THP_MEM_ALLOC_ENABLE"] == "1", "released and gathered weights want huge pages"
 
 
 def test_without_a_file_options_decide(launched):
