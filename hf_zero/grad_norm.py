@@ -50,6 +50,8 @@ def clip_(groups: Iterable[MasterGroup], norm: Tensor, max_norm: float) -> None:
     if max_norm == math.inf:
         return
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return  # a pass over all gradients saved; on a device, looking at the factor would cost more than the pass
     for group in groups:
         if group.weight.grad is not None:
             group.weight.grad.mul_(factor.to(group.weight.grad.device))
