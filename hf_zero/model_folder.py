@@ -20,6 +20,7 @@ from hf_zero.comm import Communicator
 from hf_zero.placement import Placement
 from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained, select
 from hf_zero.staging import agree, find_writers
+from hf_zero.unit import gathered_parameters
 
 
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
@@ -193,22 +194,14 @@ def _save_adapters(
     model: nn.Module, folder: Path, comm: Communicator, is_main: bool, write_rest: WriteRest, choose: Callable
 ) -> None:
     """Adapters are small: they are gathered to the ranks that write."""
-    names = select(model, choose)
     creates = comm.rank in find_writers(folder, comm, is_main).creators
-    chosen = saving.consolidated_state_dict(model, keep=creates, names=names)
-
-    def write() -> None:
-        if creates:
-            # The rest of the state dict is there by name only: nobody asks for its values.
-            everything: dict[str, Tensor] = {name: tensor.detach().to("meta") for name, tensor in logical_meta(model)}
-            write_rest(str(folder), {**everything, **chosen})
-
-    agree(comm, write)
-
-
-def logical_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The state dict's names with tensors that have a shape and no values."""
-    return [
-        (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        for name, tensor in logical_state(model).items()
-    ]
+    # peft looks up the names of modules that are saved whole in the modules themselves, on the rank that writes.
+    whole = [param for name, param in model.named_parameters() if ".modules_to_save." in name]
+    with gathered_parameters(whole):
+        chosen = saving.consolidated_state_dict(model, keep=creates, names=select(model, choose))
+        # The rest of the state dict is there by name only: nobody asks for its values.
+        everything = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in logical_state(model).items()
+        }
+        agree(comm, lambda: write_rest(str(folder), {**everything, **chosen}) if creates else None)

@@ -12,7 +12,7 @@ import hf_zero
 from hf_zero.errors import ZeroCheckpointError, ZeroRuntimeError
 from hf_zero.model_folder import save_folder
 from tests import zoo
-from tests.harness import distributed
+from tests.harness import distributed, run_ranks
 
 
 def digests(folder):
@@ -178,3 +178,71 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_byte(tmp_path, monke
     with pytest.raises(ZeroCheckpointError, match="1,000 bytes free, and .* are to be written"):
         model.save_pretrained(tmp_path / "model")
     assert list((tmp_path / "model").iterdir()) == []
+
+
+def _with_adapters(whole_head):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"] if whole_head else None, lora_dropout=0.0
+    )
+    model = get_peft_model(zoo.build("llama"), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    return model
+
+
+@pytest.mark.parametrize("whole_head", (False, True))
+@distributed(world_size=2)
+def test_of_a_model_with_adapters_only_these_are_saved(tmp_path, whole_head):
+    for stage in (1, 3):
+        model = _with_adapters(whole_head)
+        engine = hf_zero.shard(model, None, {"zero_stage": stage})
+        folder = tmp_path / f"stage{stage}"
+        gathers = engine.comm.bytes_sent["all_gather"]
+        model.save_pretrained(folder / "ours", is_main_process=dist.get_rank() == 0)
+        assert stage == 3 or engine.comm.bytes_sent["all_gather"] == gathers
+        if dist.get_rank() == 0:
+            _with_adapters(whole_head).save_pretrained(folder / "stock")
+            check_same_folder(folder / "ours", folder / "stock")
+            size = (folder / "ours/adapter_model.safetensors").stat().st_size
+            assert size < 0.3 * sum(p.numel() * 4 for p in model.parameters())
+
+
+def _train_on_nodes(folder):
+    """Two machines of one rank each, with disks of their own behind the same relative path."""
+    import os
+
+    from tests.test_checkpoint import trainer_for
+
+    home = Path(folder) / f"machine{dist.get_rank()}"
+    home.mkdir(exist_ok=True)
+    os.chdir(home)
+    os.environ["LOCAL_RANK"] = "0"
+    return trainer_for("run", 3, 6, per_device_train_batch_size=4, save_on_each_node=True, save_total_limit=1)
+
+
+def _save_on_nodes(folder):
+    trainer = _train_on_nodes(folder)
+    trainer.train()
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def _resume_on_nodes(folder):
+    trainer = _train_on_nodes(folder)
+    trainer.args.max_steps = 8
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.state.global_step
+
+
+def test_a_folder_on_each_node(tmp_path):
+    losses = run_ranks(_save_on_nodes, tmp_path)
+    assert sorted(losses[0]) == [1, 2, 3, 4, 5, 6]
+    first, second = (tmp_path / f"machine{rank}/run/checkpoint-6" for rank in (0, 1))
+    assert sorted(path.name for path in first.parent.iterdir() if path.is_dir()) == ["checkpoint-6"]
+    for name in ("model.safetensors", "zero_state.safetensors", "config.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    assert run_ranks(_resume_on_nodes, tmp_path) == [8, 8]
