@@ -87,6 +87,17 @@ def _check_not_alone(num_processes: int) -> None:
         )
 
 
+def _keep_in_lockstep(model: nn.Module) -> None:
+    """Set transformers' switch for models whose ranks must call the same modules.
+
+    Ranks that are done generating then go on calling forward, and models with LayerDrop run a dropped layer and ignore
+    what it gives. They look at the model itself and at the modules that hold the layers.
+    """
+    for module in model.modules():
+        if module is model or any(isinstance(child, nn.ModuleList) for child in module.children()):
+            module._is_fsdp_managed_module = True
+
+
 class ZeroOptimizer(AcceleratedOptimizer):
     """The user's optimizer as accelerate wraps it; its parameters are an engine's masters once it is `linked`."""
 
@@ -178,8 +189,7 @@ class ZeroAccelerator(Accelerator):
             engine = ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode, scaler=self._scaler)
             self._scaler = self._scaler or engine.scaler  # a loss may reach several models: they share one scale
             if config.zero_stage == 3:
-                # transformers' switch for generating in lockstep: ranks that are done go on calling forward.
-                model._is_fsdp_managed_module = True
+                _keep_in_lockstep(model)
         return model
 
     def prepare_optimizer(
