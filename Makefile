@@ -3,13 +3,15 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test quality style clean
+.PHONY: help venv demo demo-grpo test quality style clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := recipes/demo/sft/config_demo.yaml
+DEMO_WEAK := recipes/demo/grpo/config_sft_weak.yaml
+DEMO_GRPO := recipes/demo/grpo/config_demo.yaml
 NUM_PROCESSES ?= 2
 
 # Launched scripts start `python` and `accelerate` by name, so the environment's folder comes first.
@@ -17,6 +19,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 help:
 	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
+	@echo "make demo-grpo  train a weak model, then improve it by reinforcement learning under ZeRO-3"
 	@echo "make test     run all tests"
 	@echo "make quality  check style; make style mends it"
 	@echo "make clean    remove what demo and tests wrote (the environment stays)"
@@ -35,6 +38,16 @@ demo: $(STAMP)
 	$(BIN)/accelerate launch --config_file recipes/accelerate_configs/zero3.yaml \
 	    --num_processes $(NUM_PROCESSES) scripts/sft.py --config $(DEMO)
 	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO)
+
+demo-grpo: $(STAMP)
+	$(BIN)/python scripts/prepare_demo.py --config $(DEMO)
+	$(BIN)/python scripts/prepare_demo_grpo.py --config $(DEMO_WEAK) --source outputs/demo/data
+	$(BIN)/accelerate launch --config_file recipes/accelerate_configs/zero2.yaml \
+	    --num_processes $(NUM_PROCESSES) --mixed_precision no scripts/sft.py --config $(DEMO_WEAK)
+	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO_WEAK)
+	$(BIN)/accelerate launch --config_file recipes/accelerate_configs/zero3.yaml \
+	    --num_processes $(NUM_PROCESSES) --mixed_precision no scripts/grpo.py --config $(DEMO_GRPO)
+	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO_GRPO)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

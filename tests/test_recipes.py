@@ -17,7 +17,7 @@ from hf_zero.errors import ZeroConfigError
 from hf_zero.layout import ALIGNMENT_BYTES
 from hf_zero.partition import partition
 from hf_zero.trl import ZeroGRPOConfig, ZeroSFTConfig
-from tests.harness import distributed
+from tests.harness import distributed, run_ranks
 from tests.trl_runs import CONVERSATIONS, tokenizer
 
 
@@ -50,9 +50,9 @@ def _parse(recipe, path, **changes):
     path.mkdir(parents=True, exist_ok=True)
     file = path / "recipe.yaml"
     file.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
-    kinds = (
-        (sft.SFTScriptArguments, ZeroSFTConfig) if "/sft/" in recipe else (grpo.GRPOScriptArguments, ZeroGRPOConfig)
-    )
+    kinds = (grpo.GRPOScriptArguments, ZeroGRPOConfig)
+    if "reward_funcs" not in settings:
+        kinds = (sft.SFTScriptArguments, ZeroSFTConfig)
     return TrlParser((*kinds, ModelConfig)).parse_args_and_config(args=["--config", str(file)])
 
 
@@ -195,3 +195,57 @@ def test_launcher_files(name):
         return
     stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
     assert ZeroConfig.from_any(str(file)).zero_stage == stages[name]
+
+
+_TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def _run_script(recipe, folder, paths):
+    sft, grpo = _scripts()
+    inside = {key: f"{folder}/{value}" for key, value in paths.items()}
+    arguments = _parse(
+        recipe,
+        Path(folder) / f"rank{torch.distributed.get_rank()}",
+        max_steps=2,
+        per_device_train_batch_size=8,
+        zero_stage=3,
+        **inside,
+    )
+    (grpo if "model_name_or_path: outputs/demo/sft_weak" in (ROOT / recipe).read_text() else sft).main(*arguments)
+
+
+def test_grpo_demo_trains(tmp_path):
+    """The demo from its data to a saved model, in two steps instead of a hundred."""
+    _scripts()
+    import prepare_demo
+    import prepare_demo_grpo
+
+    weak, demo = "recipes/demo/grpo/config_sft_weak.yaml", "recipes/demo/grpo/config_demo.yaml"
+    settings = yaml.safe_load((ROOT / weak).read_text())
+    settings["demo"] |= {"train_examples": 64, "test_examples": 8, "model": _TINY}
+    for name, paths in (
+        ("base", {"dataset_name": "data", "model_name_or_path": "base"}),
+        ("weak", {"dataset_name": "data_weak"}),
+    ):
+        inside = {key: str(tmp_path / value) for key, value in paths.items()}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**settings, **inside}))
+    prepare_demo.main(["--config", str(tmp_path / "base.yaml")])
+    prepare_demo_grpo.main(["--config", str(tmp_path / "weak.yaml"), "--source", str(tmp_path / "data")])
+    rows = (tmp_path / "data_weak/train.jsonl").read_text().splitlines()
+    replies = [json.loads(row)["messages"][1]["content"] for row in rows]
+    short = sum(reply.startswith("<think>\n</think>\n\nAnswer: ") for reply in replies)
+    assert 0.4 < short / len(replies) < 0.8, f"{short} of {len(replies)} replies leave out the work"
+
+    folder = str(tmp_path)
+    paths = {"model_name_or_path": "base", "dataset_name": "data_weak", "output_dir": "sft_weak"}
+    run_ranks(_run_script, weak, folder, paths, timeout=120)
+    paths = {"model_name_or_path": "sft_weak", "dataset_name": "data", "output_dir": "grpo"}
+    run_ranks(_run_script, demo, folder, paths, timeout=120)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "grpo").config.num_hidden_layers == 2
