@@ -14,6 +14,7 @@ _HOMES = {
     "shard": "hf_zero.engine",
     "gathered_parameters": "hf_zero.unit",
     "memory_report": "hf_zero.memory",
+    "profiling": "hf_zero.profiling",
     "ZeroPlugin": "hf_zero.integrations.accelerate",
     "ZeroAccelerator": "hf_zero.integrations.accelerate",
     "ZeroTrainingArguments": "hf_zero.integrations.transformers",

@@ -47,11 +47,12 @@ class Pending:
     def wait(self) -> Tensor:
         if self._finish is not None:
             began = time.perf_counter()
-            if self._monitor is None:
-                self._wait_for_works()
-            else:
-                self._monitor.wait(self._label, self._wait_for_works)
-            self._result = self._finish()
+            with torch.profiler.record_function(f"hf_zero::{self._label}"):
+                if self._monitor is None:
+                    self._wait_for_works()
+                else:
+                    self._monitor.wait(self._label, self._wait_for_works)
+                self._result = self._finish()
             self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
             self._works, self._finish = [], None
         assert self._result is not None

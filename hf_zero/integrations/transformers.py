@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from hf_zero.config.builders import build_optimizer, build_scheduler
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
+from hf_zero.integrations.reports import ZeroReportMixin
 from hf_zero.integrations.trainer_checkpoints import ZeroCheckpointMixin
 from hf_zero.launcher import has_accelerator, prepare_rank_environment
 
@@ -39,6 +40,12 @@ class ZeroArgumentsMixin:
     zero_param_access: str | None = field(
         default=None,
         metadata={"help": "What reading a sharded parameter outside its module does: 'gather' or 'raise'."},
+    )
+    zero_memory_report: bool = field(
+        default=False,
+        metadata={
+            "help": "Write what each rank holds after every step to output_dir/zero_memory, and compare with the plan."
+        },
     )
     zero_no_sync: str | None = field(
         default=None,
@@ -98,7 +105,7 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
     """`transformers.TrainingArguments` with hf_zero's fields; `deepspeed=` is read as hf_zero's configuration."""
 
 
-class ZeroTrainerMixin(ZeroCheckpointMixin):
+class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
     """Put before any Trainer class, it trains that class's models under ZeRO: `class T(ZeroTrainerMixin, SFTTrainer)`.
 
     The configuration comes from the arguments where they are `ZeroTrainingArguments` (or carry `ZeroArgumentsMixin`),

@@ -30,6 +30,7 @@ class PlannedCommunicator(Communicator):
         self.deterministic, self.monitor = deterministic, None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
         self.rank, self.world_size, self.backend = 0, world_size, backend
         self.deterministic, self.monitor = False, None
         self._on_buffer = on_buffer

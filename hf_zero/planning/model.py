@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroError
 
 
@@ -108,6 +110,20 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
             )
     except ValueError as error:
         raise PlanError(f"LoRA: {_first_line(error)}") from error
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a prepared model on the meta device, not prepared: its modules and shapes, without a value of it."""
+    engine = engine_of(model)
+    assert engine is not None
+    dtypes = {param: buffer.original_dtype for buffer in engine.buffers for param in buffer.params}
+    memo: dict[int, object] = {}
+    for param in model.parameters():
+        bare = torch.empty(param.shape, dtype=dtypes[param], device=META)
+        memo[id(param)] = nn.Parameter(bare, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    return copy.deepcopy(model, memo)
 
 
 @dataclass(frozen=True, kw_only=True)

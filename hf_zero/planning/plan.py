@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.model import BatchShape
-from hf_zero.planning.trace import Footprint, Scenario, trace
+from hf_zero.planning.trace import OPTIMIZER_STATES, Footprint, Scenario, trace
 
 
 # Kept free of a device's memory: driver, kernels' workspaces, and what the caching allocator cannot fill.
@@ -92,7 +92,7 @@ def _row(model: nn.Module, request: Request, stage: int, checkpointing: bool) ->
         batch=request.batch,
         checkpointing=checkpointing,
         accumulation=request.accumulation,
-        optimizer=request.optimizer,
+        optimizer_states=OPTIMIZER_STATES[request.optimizer],
         backend=request.backend,
     )
     footprint = trace(model, scenario)

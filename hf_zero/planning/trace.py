@@ -49,7 +49,7 @@ class Scenario:
     batch: BatchShape
     checkpointing: bool = False
     accumulation: int = 1
-    optimizer: str = "adamw"
+    optimizer_states: int = 2  # tensors per weight
     backend: str = "nccl"
 
 
@@ -118,8 +118,10 @@ class _PlannedOptimizer(torch.optim.Optimizer):
                     weight.add_(weight.grad, alpha=-group["lr"])
 
 
-def trace(model: nn.Module, scenario: Scenario) -> Footprint:
+def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None = None) -> Footprint:
     """Train `model` (on meta, not prepared) as the scenario says; it is an ordinary model again afterwards.
+
+    `inputs` (on meta) take the place of a batch that is made to the scenario's measure.
 
     Raises PlanError where the model's code asks for values, which there are none of.
     """
@@ -134,13 +136,13 @@ def trace(model: nn.Module, scenario: Scenario) -> Footprint:
     with meter:
         engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"))
     try:
-        optimizer = _PlannedOptimizer(_groups(model), OPTIMIZER_STATES[scenario.optimizer])
+        optimizer = _PlannedOptimizer(_groups(model), scenario.optimizer_states)
         with meter:
             engine.attach_optimizer(optimizer)
         meter.resizable = lambda: (buffer.full for buffer in engine.buffers)
         meter.before_peak = lambda: _label_states(meter, engine)
         with meter, _FlashAttention():
-            return _train(model, engine, optimizer, meter, scenario)
+            return _train(model, engine, optimizer, meter, scenario, inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0][:160]
         raise PlanError(f"{type(model).__name__} cannot be traced without values: {reason}") from error
@@ -170,10 +172,15 @@ def _groups(model: nn.Module) -> list[dict]:
 
 
 def _train(
-    model: nn.Module, engine: ZeroEngine, optimizer: torch.optim.Optimizer, meter: StorageMeter, scenario: Scenario
+    model: nn.Module,
+    engine: ZeroEngine,
+    optimizer: torch.optim.Optimizer,
+    meter: StorageMeter,
+    scenario: Scenario,
+    inputs: dict[str, Tensor] | None,
 ) -> Footprint:
     meter.logits_width = vocabulary(model)
-    batch = make_batch(model, scenario.batch)
+    batch = make_batch(model, scenario.batch) if inputs is None else inputs
     for _ in range(_STEPS):
         meter.reset_peak()
         engine.comm.calls.clear()

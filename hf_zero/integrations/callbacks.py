@@ -1,0 +1,248 @@
+"""What a Trainer reports of ZeRO: memory per step and against the plan, and one account of every optimizer step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.memory import measure_peak, memory_report
+from hf_zero.planning.compare import Comparison, compare
+
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_STEP = 2  # the first one makes the optimizer states and records the order of units
+
+
+class ZeroMemoryCallback(TrainerCallback):
+    """Writes what every rank holds after each step, and at the end compares with what `hf-zero plan` predicts.
+
+    `folder` gets `memory_rank<r>.jsonl` (one line per step), `memory_comparison.json` and, where matplotlib is there,
+    `memory.png`. The peak is measured in the second step only: on CPU ranks that takes torch's profiler.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.comparison: Comparison | None = None
+        self._inputs: dict[str, Tensor] = {}
+        self._peak: Any = None
+        self._peak_bytes: int | None = None
+        self._hook: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path(args.process_index).write_text("")
+        self._hook = kwargs["model"].register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"memory_rank{rank}.jsonl"
+
+    def _note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._peak is not None:  # of the step whose peak is measured
+            self._inputs = {
+                name: torch.empty_like(value, device="meta")
+                for name, value in kwargs.items()
+                if isinstance(value, Tensor)
+            }
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == _MEASURED_STEP - 1 and engine_of(kwargs["model"]) is not None:
+            self._peak = measure_peak(kwargs["model"])
+            self._result = self._peak.__enter__()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = kwargs["model"]
+        if engine_of(model) is None:
+            return
+        if self._peak is not None:
+            self._peak.__exit__(None, None, None)
+            self._peak, self._peak_bytes = None, self._result.value
+        report = memory_report(model).to_dict() | {"step": state.global_step, "rank": args.process_index}
+        if state.global_step > 1:
+            del report["units"]  # the same at every step: said once
+        with self._path(args.process_index).open("a") as file:
+            file.write(json.dumps(report) + "\n")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        engine = engine_of(kwargs["model"])
+        if engine is None or self._peak_bytes is None or not state.is_world_process_zero:
+            return
+        self.comparison = compare(
+            kwargs["model"],
+            self._inputs,
+            measured_peak=self._peak_bytes,
+            accumulation=args.gradient_accumulation_steps,
+        )
+        text = json.dumps(self.comparison.to_dict(), indent=2)
+        (self.folder / "memory_comparison.json").write_text(text)
+        logger.warning("%s", self.comparison)
+        self._draw()
+
+    def _draw(self) -> None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            logger.info("no memory.png: it needs matplotlib (pip install 'hf_zero[plot]')")
+            return
+        lines = [json.loads(line) for line in self._path(0).read_text().splitlines()]
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot()
+        steps = [line["step"] for line in lines]
+        for name in ("state_bytes", "allocated", "reserved", "host_rss"):
+            if lines[0][name] is not None:
+                axes.plot(steps, [line[name] / 1e9 for line in lines], label=name.replace("_", " "))
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("GB on rank 0, between steps")
+        axes.legend()
+        figure.savefig(self.folder / "memory.png")
+
+
+class ZeroStepReport(TrainerCallback):
+    """Accounts for every optimizer step; `logs` gives what has gathered since the last call.
+
+    Args:
+        details: log tokens, bytes and clipping too, not only skipped steps.
+        times: how long steps take and where they wait (`wall_clock_breakdown`); on a GPU this waits for the device.
+        steps_per_print: print a line of every so many steps; None for never.
+    """
+
+    def __init__(self, *, details: bool, times: bool, steps_per_print: int | None) -> None:
+        self.details, self.times, self.steps_per_print = details, times, steps_per_print
+        self.skipped_steps = 0
+        self.last: dict[str, Any] = {}
+        self._tokens = 0
+        self._window: Counter[str] = Counter()
+        self._norm: Tensor | None = None
+        self._before: dict[str, float] = {}
+
+    def count_tokens(self, inputs: object) -> None:
+        """Note the tokens of a micro-batch (or what it has for labels)."""
+        if not isinstance(inputs, Mapping):  # prompts that are still to be answered
+            return
+        found = inputs.get("input_ids", inputs.get("labels"))
+        self._tokens += found.numel() if isinstance(found, Tensor) else 0
+
+    def _now(self, engine: ZeroEngine) -> float:
+        if self.times and engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        return time.perf_counter()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        engine = engine_of(kwargs["model"])
+        if engine is not None:
+            self._tokens = 0
+            self._before = {
+                "start": self._now(engine),
+                "sent": engine.comm.bytes_sent.total(),
+                "gather": engine.comm.waited["all-gather"],
+                "reduce": engine.comm.waited["reduce-scatter"] + engine.comm.waited["all-reduce"],
+            }
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        engine = engine_of(kwargs["model"])
+        if engine is not None:
+            self._norm = engine.control.norm
+            self._before["optimizer"] = self._now(engine)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        engine = engine_of(kwargs["model"])
+        if engine is not None:
+            self._before["stepped"] = self._now(engine)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        engine = engine_of(kwargs["model"])
+        if engine is None or "stepped" not in self._before:
+            return
+        before, waited = self._before, engine.comm.waited
+        skipped = engine.step_was_skipped
+        self.skipped_steps += skipped
+        self._window.update(
+            steps=1,
+            skipped=int(skipped),
+            seconds=self._now(engine) - before["start"],
+            tokens=self._tokens,
+            sent=engine.comm.bytes_sent.total() - before["sent"],
+            gather=waited["all-gather"] - before["gather"],
+            reduce=waited["reduce-scatter"] + waited["all-reduce"] - before["reduce"],
+            optimizer=before["stepped"] - before["optimizer"],
+        )
+        self.last = {"first_bad": engine.control.first_bad if skipped else None, "max_norm": args.max_grad_norm}
+        if self.steps_per_print and state.global_step % self.steps_per_print == 0 and state.is_world_process_zero:
+            print(self.line(state.global_step), flush=True)
+
+    def clip_factor(self) -> float | None:
+        """What the last gradients were multiplied with, None where nothing clips."""
+        limit = self.last.get("max_norm")
+        if self._norm is None or not limit:
+            return None
+        norm = float(self._norm)
+        return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else None
+
+    def values(self) -> dict[str, float]:
+        """The means over the steps since the last `logs`, by the names that they are logged under."""
+        window = self._window
+        steps, seconds = window["steps"], window["seconds"]
+        if not steps:
+            return {}
+        found: dict[str, float] = {"zero/skipped_steps": self.skipped_steps} if self.skipped_steps else {}
+        if self.details:
+            factor = self.clip_factor()
+            found |= {} if factor is None else {"zero/clip_factor": factor}
+            found |= {
+                "zero/applied_steps": steps - window["skipped"],
+                "zero/skipped_steps": self.skipped_steps,
+                "zero/tokens_per_second_per_rank": window["tokens"] / seconds,
+                "zero/bytes_sent_per_step": window["sent"] / steps,
+            }
+        if self.times:
+            stall = window["gather"] + window["reduce"]
+            rest = seconds - window["optimizer"]
+            parts = {"step": seconds, "optimizer": window["optimizer"], "forward_backward": rest}
+            parts |= {"wait_gather": window["gather"], "wait_reduce": window["reduce"], "stall": stall}
+            found |= {f"zero_seconds/{name}": value / steps for name, value in parts.items()}
+        return found
+
+    def logs(self) -> dict[str, float]:
+        """The same, rounded for people; the next window begins."""
+        found = {name: float(f"{value:.6g}") for name, value in self.values().items()}
+        self._window.clear()
+        return found
+
+    def line(self, step: int) -> str:
+        """The last steps in one line."""
+        words = [f"step {step}"]
+        if self.last.get("first_bad"):
+            words.append(f"skipped: inf or nan first in '{self.last['first_bad']}'")
+        words += [f"{name.partition('/')[2]} {value:.4g}" for name, value in self.values().items()]
+        if self._norm is not None:
+            words.insert(1, f"grad_norm {float(self._norm):.4g}")
+        return ", ".join(words)
