@@ -1,9 +1,11 @@
 """`ZeroGRPOTrainer` at stages 1-3 logs and saves what the stock GRPOTrainer does under DDP."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file
+from transformers import LlamaForSequenceClassification
 
 from tests.harness import distributed
 from tests.trainers import without_times
@@ -113,3 +115,25 @@ def test_resume_continues_the_run(tmp_path, base):
     weights = load_file(tmp_path / "resumed" / "checkpoint-4" / "model.safetensors")
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole[0]]
     compare((resumed[2:-1], weights), (whole[0][2:-1], whole[1]), "resumed", tolerance=0.0)
+
+
+def _scored_run(stage, folder, base):
+    torch.manual_seed(3)
+    scorer = LlamaForSequenceClassification(policy(num_labels=1).config)
+    trainer = make_grpo(
+        stage,
+        folder,
+        model=base,
+        rewards=(scorer, digit_share),
+        others={"reward_processing_classes": [tokenizer(), None]},
+    )
+    return outcome(trainer, folder)
+
+
+@distributed(world_size=2)
+def test_reward_model(tmp_path, base):
+    stock = _scored_run(None, tmp_path / "stock", base)
+    named = [key for key in stock[0][0] if key.startswith("rewards/") and key.endswith("/mean")]
+    assert len(named) == 2 and "rewards/digit_share/mean" in named, named
+    for stage in (2, 3):
+        compare(_scored_run(stage, tmp_path / f"stage{stage}", base), stock, f"stage {stage}")
