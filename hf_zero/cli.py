@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("hf_zero.config.explain", "show a configuration: every value, where it comes from, what it does"),
     "plan": ("hf_zero.planning.command", "predict the memory of every stage for a model, and recommend one"),
+    "doctor": ("hf_zero.doctor", "check this machine: versions, devices, limits, disk, collectives"),
     "launch": (
         "hf_zero.launcher.start",
         "start a training script on several ranks (takes what accelerate launch takes)",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -272,3 +273,8 @@ def _sum_in_order(parts: list[Tensor]) -> Tensor:
 # torch 2.13 renamed both calls and warns at the old names; 2.11 and 2.12 know only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def join(backend: str, store: Path, rank: int, world_size: int) -> None:
+    """Make this process a rank of a new default group, whose ranks meet in a file."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -44,6 +44,7 @@ FLOORS = {
     "checkpoint": 4,
     "engine": 5,
     "memory": 6,
+    "doctor": 6,
     "profiling": 6,
     "integrations": 6,
     "planning": 6,
