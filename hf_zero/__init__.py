@@ -20,6 +20,7 @@ _HOMES = {
     "ZeroTrainingArguments": "hf_zero.integrations.transformers",
     "ZeroTrainerMixin": "hf_zero.integrations.transformers",
     "ZeroTrainer": "hf_zero.integrations.transformers",
+    "zero_init": "hf_zero.integrations.pretrained",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -49,7 +49,7 @@ def _functions(owner: object, names: str) -> set:
 
 
 # What can be answered without the values.
-_METADATA = (
+METADATA = (
     _getters(
         "shape dtype device layout requires_grad grad_fn is_leaf ndim names itemsize nbytes is_cuda is_cpu "
         "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_xla is_nested retains_grad output_nr "
@@ -142,7 +142,7 @@ class GuardedParameter(ReadyParameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs)):

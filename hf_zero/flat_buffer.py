@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_zero import access
+from hf_zero import access, deferred
 from hf_zero.comm import NAMELESS, Communicator, Message, Pending
 from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.masters import MasterGroup, Piece
@@ -57,22 +57,36 @@ class FlatBuffer:
 
     def _absorb(self, device: torch.device, rest_dtype: torch.dtype) -> None:
         """Take over the values of the parameters, as they are on rank 0, and make the parameters views."""
-        original = self.original_dtype
-        values = torch.zeros(self.layout.padded_numel, dtype=original, device=device)
-        for param, view in zip(self.params, self._views(values), strict=True):
-            view.copy_(param.detach())
-        self.comm.broadcast(values)
-        owned = values[self.begin : self.end]
+        sources = [deferred.take(param) for param in self.params]
+        if self.sharded and None not in sources:
+            owned = self._read_slice(sources, device)
+            self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
+        else:
+            values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)
+            for param, source, view in zip(self.params, sources, self._views(values), strict=True):
+                if source is None:
+                    view.copy_(param.detach())
+                else:
+                    source.read(0, view.view(-1))
+            self.comm.broadcast(values)
+            owned = values[self.begin : self.end]
+            self.full = values.to(self.dtype)
         if self.trainable:
             group = MasterGroup(owned.numel(), self.master_dtype, device)
             group.weight.detach().copy_(owned)
             self.pieces = [Piece(0, owned.numel(), group, 0)]
         elif self.sharded:
             self.frozen_rest = owned.to(rest_dtype, copy=True)
-        self.full = values.to(self.dtype)
         self._point_parameters()
         if self.sharded:
             self.release()
+
+    def _read_slice(self, sources: Sequence[deferred.Source], device: torch.device) -> Tensor:
+        """This rank's slice of parameters whose values are still in files."""
+        owned = torch.zeros(self.end - self.begin, dtype=self.original_dtype, device=device)
+        for span in self.layout.spans(self.begin, self.end):
+            sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
+        return owned
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         layout = self.layout

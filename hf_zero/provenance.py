@@ -67,6 +67,13 @@ class Tracer(TorchDispatchMode):
             return Origin(frozenset(), None)
         return Origin(stored.names, _view_runs(stored.runs, tensor))
 
+    def origin_of(self, value: Tensor | None) -> Origin | None:
+        """The origin of a stand-in; None for anything else."""
+        if value is None or value.device.type == "meta":
+            return None
+        origin = self.origin(value)
+        return origin if origin.names else None
+
     def _make(self, dtype: torch.dtype, shape: tuple[int, ...], origin: Origin) -> Tensor:
         made = _stand_in(dtype, shape)
         self._kept.append(made)
@@ -94,13 +101,13 @@ class Tracer(TorchDispatchMode):
         """The runs of a result that is a copy; None for anything else."""
         if func in (_aten.clone.default, _aten.contiguous.default):
             return self.origin(args[0]).runs
-        if func is _aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            return self.origin(args[0]).runs
+        if func is _aten._to_copy.default:
+            return self.origin(args[0]).runs  # a cast: whoever moves the elements makes it
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        if func in (_aten.cat.default, _aten.stack.default) and dim == 0:
-            parts = [self.origin(tensor).runs for tensor in args[0]]
-            if None not in parts:
-                return tuple(_joined([(t.numel(), runs) for t, runs in zip(args[0], parts, strict=True)]))
+        if func is _aten.cat.default or (func is _aten.stack.default and dim == 0):
+            parts = [(tensor, self.origin(tensor).runs) for tensor in args[0]]
+            if all(runs is not None for _, runs in parts):
+                return _joined(parts, dim if func is _aten.cat.default else 0)
         return None
 
 
@@ -122,12 +129,20 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         return torch.frombuffer(pages, dtype=dtype, count=numel).view(shape)
 
 
-def _joined(parts: list[tuple[int, tuple[Run, ...]]]) -> Iterator[Run]:
-    offset = 0
-    for numel, runs in parts:
-        for run in runs:
-            yield Run(offset + run.at, run.name, run.start, run.numel)
-        offset += numel
+def _joined(parts: list[tuple[Tensor, tuple[Run, ...]]], dim: int) -> tuple[Run, ...] | None:
+    """The runs of tensors put together along `dim`; None where they would be too short."""
+    shape = parts[0][0].shape
+    outer = torch.Size(shape[: dim % len(shape)]).numel() if shape else 1
+    lengths = [tensor.numel() // outer for tensor, _ in parts]
+    if outer > 1 and sum(lengths) < _SHORTEST_RUN * len(parts):
+        return None
+    runs: list[Run] = []
+    at = 0
+    for index in range(outer):
+        for length, (_, stored) in zip(lengths, parts, strict=True):
+            runs.extend(_cut(stored, index * length, (index + 1) * length, at))
+            at += length
+    return tuple(_merged(runs))
 
 
 def _view_runs(stored: tuple[Run, ...] | None, view: Tensor) -> tuple[Run, ...] | None:
