@@ -38,21 +38,30 @@ class GradientBuffer:
         return len(self._arrived) == len(self.buffer.params)
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Take the gradient of parameter `index`; a second one in the same window is added."""
+        """Take the gradient of parameter `index` over; a second one in the same window is added."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._arrived.add(index)
+        self.used.add(index)
+        if self.partial is None and self._fits(grad):
+            self.partial = grad.view(-1)  # the only parameter here: its gradient needs no copy
+            self._views = self.buffer._views(self.partial)
+            self._written.add(index)
+            return
         if self.partial is None:
             layout = self.buffer.layout
             make = torch.zeros if layout.has_padding else torch.empty
             self.partial = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
             self._views = self.buffer._views(self.partial)
-        if grad.is_sparse:
-            grad = grad.to_dense()
         if index in self._written:
             self._views[index].add_(grad)
         else:
             self._views[index].copy_(grad)
             self._written.add(index)
-        self._arrived.add(index)
-        self.used.add(index)
+
+    def _fits(self, grad: Tensor) -> bool:
+        whole = grad.numel() == self.buffer.layout.padded_numel and grad.is_contiguous()
+        return whole and grad.dtype == self.reduce_dtype and not grad.requires_grad
 
     def begin_reduce(self) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
