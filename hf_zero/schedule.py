@@ -120,6 +120,7 @@ class Schedule:
     def units_changed(self) -> None:
         """Units were replaced: forget what is known of the old ones."""
         self._gradients = [gradient for unit in reversed(self.units) for gradient in unit.gradients]
+        self._any_sharded = any(unit.sharded for unit in self.units)
         self._order.forget()
         self._live.clear()
 
@@ -160,7 +161,8 @@ class Schedule:
             return
         if not point.is_root:
             for unit in point.units:
-                if not (self.phase is Phase.FORWARD and self._used_again_soon(unit, will_differentiate)):
+                soon = self.phase is Phase.FORWARD and unit.sharded and self._used_again_soon(unit, will_differentiate)
+                if not soon:
                     self._reshard(unit)
         elif self.phase is Phase.FORWARD:
             self._order.complete()
@@ -180,7 +182,7 @@ class Schedule:
         return False
 
     def _gather_ahead(self, upcoming: Iterable[HookPoint]) -> None:
-        if not self.limits.overlap or not self.limits.prefetch:
+        if not (self._any_sharded and self.limits.overlap and self.limits.prefetch):
             return
         ahead = 0
         for point in upcoming:
