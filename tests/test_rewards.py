@@ -54,6 +54,11 @@ def test_accuracy(reply, solution, reward):
     assert rewards.accuracy([reply], solution=[solution]) == [reward], "replies may be plain text"
 
 
+def test_accuracy_of_answers_that_are_written_differently():
+    pytest.importorskip("math_verify")
+    assert rewards.accuracy(chat(r"\boxed{\frac{1}{2}}", "Answer: (1,2)"), solution=["0.5", "(1, 2)"]) == [1.0, 1.0]
+
+
 def test_accuracy_wants_one_solution_for_each_reply():
     with pytest.raises(ValueError):
         rewards.accuracy(chat("a", "b"), solution=["a"])
