@@ -137,6 +137,7 @@ def test_the_picture(folder, tmp_path, capsys):
         (["{folder}", "--config", "{tmp}/none.yaml"], "there is no such file"),
         (["{folder}", "--gpu-memory", "1kB", "--write", "{tmp}/zero.yaml"], "nothing fits"),
         (["{folder}", "--write", "{tmp}/none/zero.yaml"], "No such file or directory"),
+        (["{folder}", "--measure", "{tmp}/none.py"], "there is no script"),
         (["{folder}", "--lora", "4", "--lora-targets", "nothing_like_it"], "LoRA: "),
     ],
 )
@@ -201,6 +202,7 @@ def rows(*peaks, checkpointing=False, sent=(50, 40, 40, 60)):
             sent={"all_gather": sent[stage]},
             calls={},
             largest_unit=1,
+            gradients=0,
             activations=1,
             logits=1,
         )
@@ -233,3 +235,38 @@ def test_the_recommendation(found, stage, checkpointing, words):
     best, reason = recommend(found, request)
     assert (best and best.stage, best and best.checkpointing) == (stage, checkpointing)
     assert words in reason, reason
+
+
+_SCRIPT = """
+import sys
+
+import transformers
+
+from hf_zero import ZeroTrainer, ZeroTrainingArguments
+
+
+model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(sys.argv[1]))
+rows = list({"input_ids": list(range(32)), "labels": list(range(32))} for _ in range(12))
+arguments = ZeroTrainingArguments(output_dir=sys.argv[2], max_steps=3, report_to=[], save_strategy="no")
+ZeroTrainer(model=model, args=arguments, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_measured(folder, tmp_path, capsys):
+    script, config = tmp_path / "train.py", tmp_path / "zero3.yaml"
+    script.write_text(_SCRIPT)
+    config.write_text(
+        "deepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    words = ["--config", config, "--cpu", "--dtype", "fp32", "--measure", script, folder, tmp_path / "out"]
+    found = plan_json_with(capsys, folder, words)["measured"]
+    assert (found["stage"], found["world_size"]) == (3, 2)
+    assert found["measured_resident"] == pytest.approx(found["predicted_resident"], rel=0.01)
+    assert found["measured_peak"] == pytest.approx(found["predicted_peak"], rel=0.10)
+
+
+def plan_json_with(capsys, folder, words):
+    status, out, err = plan(capsys, folder, "--json", *words)
+    assert status == 0, err
+    return json.loads(out)

@@ -9,10 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.integrations.callbacks import ZeroMemoryCallback, ZeroStepReport
-
-
-# Set by `hf-zero plan --measure`: the folder for the memory report of whatever run is started.
-MEMORY_FOLDER = "HF_ZERO_MEMORY_FOLDER"
+from hf_zero.planning.measure import MEMORY_FOLDER
 
 
 class ZeroReportMixin:

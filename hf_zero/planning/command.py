@@ -55,7 +55,17 @@ def _run(options: argparse.Namespace) -> int:
     )
     lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
     plan = plans.make_plan(_build(request, lora), request)
-    print(report.to_json(plan)) if options.json else report.print_table(plan)
+    measured = None
+    if options.measure:
+        from hf_zero.planning.measure import measure
+
+        measured = measure(options.measure, config=options.config, ranks=request.world_size)
+    if options.json:
+        print(report.to_json(plan, measured))
+    else:
+        report.print_table(plan)
+        if measured is not None:
+            print(measured)
     if options.plot:
         report.draw(plan, Path(options.plot))
     if options.write:
@@ -137,4 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--write", metavar="FILE", help="write the recommended stage as an Accelerate YAML")
     output.add_argument("--plot", metavar="FILE", help="draw the memory of every stage (PNG; needs matplotlib)")
+    output.add_argument(
+        "--measure",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="last: run this training script (its arguments follow) and compare what it measures with its plan",
+    )
     return parser

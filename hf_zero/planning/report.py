@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.planning.compare import Comparison
 from hf_zero.planning.model import PlanError
 from hf_zero.planning.plan import HEADROOM, Plan, Row, gigabytes
 
@@ -127,8 +128,8 @@ def to_dict(plan: Plan) -> dict:
     }
 
 
-def to_json(plan: Plan) -> str:
-    return json.dumps(to_dict(plan), indent=2)
+def to_json(plan: Plan, measured: Comparison | None = None) -> str:
+    return json.dumps(to_dict(plan) | ({} if measured is None else {"measured": measured.to_dict()}), indent=2)
 
 
 def write_yaml(plan: Plan, path: Path) -> None:

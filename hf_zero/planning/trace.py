@@ -62,6 +62,7 @@ class Footprint:
     sent: dict[str, int]
     calls: dict[str, int]
     largest_unit: int
+    gradients: int  # after the last backward, on top of what rests
     activations: int  # what one micro-batch's forward leaves for its backward, logits included
     logits: int  # all copies of them at one time
 
@@ -192,6 +193,7 @@ def _train(
             engine.backward(loss)
             del loss
             _label_states(meter, engine)
+        gradients = meter.live["gradients"]
         optimizer.step()
         optimizer.zero_grad()
     _label_states(meter, engine)
@@ -206,6 +208,7 @@ def _train(
         sent=dict(engine.comm.bytes_sent),
         calls=dict(engine.comm.calls),
         largest_unit=max(sum(b.full.numel() * b.full.itemsize for b in unit.buffers) for unit in engine.units),
+        gradients=gradients,
         activations=activations,
         logits=meter.most_logits,
     )
