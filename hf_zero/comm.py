@@ -79,6 +79,7 @@ class Communicator:
     reduction later than the others, and must not meet their gathers on the same channel.
     """
 
+    _meetings: Counter[str] = Counter()  # by group: communicators of the same ranks share the count
     _made = 0  # communicators that this process has made; all ranks make the same ones in the same order
 
     def __init__(
@@ -93,7 +94,6 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()  # seconds that this process stood still, by kind of collective
-        self._meetings = 0
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
@@ -214,8 +214,9 @@ class Communicator:
         if self.world_size == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        self._meetings += 1
-        keys = [f"hf_zero/meet/{self._ranks}/{self._meetings}/{rank}" for rank in range(self.world_size)]
+        group = str(self._ranks)
+        self._meetings[group] += 1
+        keys = [f"hf_zero/meet/{group}/{self._meetings[group]}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], purpose)
         try:
             store.wait(keys, timedelta(seconds=timeout_s))

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,8 +91,9 @@ def test_resume_in_bf16(tmp_path, stage, target, ranks):
 
 
 def evaluate_best(folder, stage):
+    os.chdir(folder)
     trainer = trainer_for(
-        folder,
+        "./run",
         stage,
         6,
         per_device_train_batch_size=2,
@@ -112,7 +112,8 @@ def evaluate_best(folder, stage):
 def test_load_best_model_at_end_with_save_only_model(tmp_path, stage):
     best, loss, folder = run_ranks(evaluate_best, str(tmp_path), stage, world_size=2)[0]
     assert abs(best - loss) < 1e-6, (best, loss)
-    assert not (Path(folder) / checkpoint.STATE_NAME).exists()
+    assert folder.startswith("./run/checkpoint-") and (tmp_path / folder / "COMMIT").exists(), folder
+    assert not (tmp_path / folder / checkpoint.STATE_NAME).exists()
 
 
 @distributed(world_size=2)
@@ -207,3 +208,24 @@ def test_state_of_another_model_is_refused(tmp_path):
         checkpoint.load_state(tmp_path, twin.buffers, twin.optimizers, twin.comm)
     with pytest.raises(ZeroCheckpointError, match="holds no training state"):
         checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.optimizers, twin.comm)
+
+
+@distributed(world_size=2)
+def test_the_loss_scale_goes_on(tmp_path):
+    import hf_zero
+    from hf_zero.integrations import state
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hf_zero.shard(model, optimizer, {"zero_stage": 2, "mixed_precision": "fp16", "hysteresis": 1})
+
+    engine = make()
+    engine.scaler.update(overflow=True)
+    engine.scaler.update(overflow=False)
+    state.save_engine(engine, tmp_path, is_main=engine.comm.rank == 0)
+    again = make()
+    assert again.scaler.state_dict() != engine.scaler.state_dict()
+    assert state.load_engine(again, tmp_path) == set()
+    assert again.scaler.state_dict() == engine.scaler.state_dict()

@@ -72,7 +72,8 @@ class ZeroCheckpointMixin:
         if engine is None:
             super()._save_checkpoint(model, trial)
             return
-        run_folder = Path(super()._get_output_dir(trial))
+        run_name = super()._get_output_dir(trial)
+        run_folder = Path(run_name)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         built, final = run_folder / committed.UNCOMMITTED / name, run_folder / name
         writes = self.args.should_save
@@ -82,8 +83,9 @@ class ZeroCheckpointMixin:
             super()._save_checkpoint(model, trial)
         finally:
             self._under_construction = False
-        if self.state.best_model_checkpoint == str(built):
-            self.state.best_model_checkpoint = str(final)
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best) == built:
+            self.state.best_model_checkpoint = os.path.join(run_name, name)
         agree(engine.comm, lambda: None)  # every rank has written its random state
         agree(engine.comm, lambda: self._commit(built, final) if writes else None)
         if self.args.push_to_hub:
