@@ -19,6 +19,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from hf_zero import access
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroConfigError
+from hf_zero.integrations.pretrained import zero_init
 from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.unit import Unit, gathered_parameters
 
@@ -35,6 +36,8 @@ __all__ = [
 GATHER_CHOICES = ("auto", "all", "none")
 # `auto` leaves the other half of the free memory to the key-value cache and the activations of generation.
 _SHARE_OF_FREE_MEMORY = 0.5
+# Heads that reward modelling puts on a language model whose files do not have them.
+_NEW_HEADS = (r"(^|\.)(score|classifier)\.",)
 # The loss of these trainers multiplies the teacher's hidden states by its head outside of any forward pass.
 _REFUSED = {"DistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"}
 
@@ -150,7 +153,8 @@ def _mix_gathered(policy: Unit, reference: Unit, alpha: float) -> None:
 class ZeroTRLMixin(ZeroTrainerMixin):
     """Put before a TRL trainer, it trains that class's models under ZeRO: `class T(ZeroTRLMixin, DPOTrainer)`.
 
-    A reference model is sharded where the policy is (stage 3). Raises ZeroConfigError for trainers whose loss reads a
+    A reference model is sharded where the policy is (stage 3), and models that are given by name are never whole on a
+    rank there. Raises ZeroConfigError for trainers whose loss reads a
     teacher's weights outside of the teacher's forward pass.
     """
 
@@ -162,7 +166,10 @@ class ZeroTRLMixin(ZeroTrainerMixin):
                 "teacher's forward pass, where sharded weights are not at hand. Train on the teacher's replies "
                 "instead (ZeroSFTTrainer), or run it under plain DDP"
             )
-        super().__init__(*args, **kwargs)
+        given = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "make_zero_plugin")), None)
+        # Models given by name, the reference model among them: each rank reads its slices only.
+        with zero_init(given.make_zero_plugin() if given is not None else None, allow_missing=_NEW_HEADS):
+            super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):
             self._dist = ZeroDistributedBackend(self.accelerator, _gather_choice(self.args))
         if hasattr(self, "vllm_generation"):

@@ -7,6 +7,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification
 
+from hf_zero.deferred import DeferredParameter
+from hf_zero.engine import engine_of
 from tests.harness import distributed
 from tests.trainers import without_times
 from tests.trl_runs import compare, digit_share, make_grpo, outcome, policy, shortness, tokenizer
@@ -137,3 +139,13 @@ def test_reward_model(tmp_path, base):
     assert len(named) == 2 and "rewards/digit_share/mean" in named, named
     for stage in (2, 3):
         compare(_scored_run(stage, tmp_path / f"stage{stage}", base), stock, f"stage {stage}")
+
+
+@distributed(world_size=2)
+def test_models_by_name_are_never_whole(tmp_path, base):
+    trainer = make_grpo(3, tmp_path / "run", model=base, beta=0.1)
+    waiting = [name for name, param in trainer.model.named_parameters() if type(param) is not DeferredParameter]
+    assert not waiting, f"read before they were sharded: {waiting}"
+    reference = engine_of(trainer.ref_model)
+    assert not reference.trainable and all(unit.sharded for unit in reference.units)
+    assert not any(unit.state.value == "ready" for unit in reference.units)

@@ -236,3 +236,15 @@ def test_gathering_keeps_to_the_memory(tmp_path):
         assert not trainer.model._is_fsdp_managed_module
     assert trainer.model._is_fsdp_managed_module
     assert not any(unit.state.value == "ready" for unit in units)
+
+
+@distributed(world_size=2)
+def test_reward_model_from_a_language_model(tmp_path):
+    """Given by name, it gets a head that its files lack."""
+    if torch.distributed.get_rank() == 0:
+        policy().save_pretrained(tmp_path / "base")
+    torch.distributed.barrier()
+    options = {"max_length": 64, "max_steps": 1, "data": _preferences(), "model": str(tmp_path / "base")}
+    trainer = make(REWARD, 3, tmp_path / "run", **options)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
