@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv demo demo-grpo test quality style clean
+.PHONY: help venv demo demo-grpo test quality docs-check style clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +21,7 @@ help:
 	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
 	@echo "make demo-grpo  train a weak model, then improve it by reinforcement learning under ZeRO-3"
 	@echo "make test     run all tests"
-	@echo "make quality  check style; make style mends it"
+	@echo "make quality  check style and generated pages; make style mends the style"
 	@echo "make clean    remove what demo and tests wrote (the environment stays)"
 
 venv: $(STAMP)
@@ -52,9 +52,13 @@ demo-grpo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-quality: $(STAMP)
+quality: $(STAMP) docs-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The parity tables are measured, not checked here: `python -m scripts.parity_report docs/parity.md` takes minutes.
+docs-check: $(STAMP)
+	$(BIN)/python -m hf_zero.config.reference docs/configuration.md --check
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix .
