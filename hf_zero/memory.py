@@ -145,6 +145,13 @@ def _state_bytes(piece: Piece, state: dict[str, object]) -> int:
     return sum((piece.stop - piece.start) * flat.itemsize for flat in flats)
 
 
+def _finish_gathers(engine: ZeroEngine | None) -> None:
+    """Wait for the gathers of updated weights: messages under way when a profiler stops crash the process later."""
+    for unit in engine.units if engine is not None else ():
+        if not unit.sharded:
+            unit.unshard()
+
+
 class PeakBytes:
     """The most bytes that were allocated at one time inside `measure_peak`."""
 
@@ -164,9 +171,11 @@ def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
         yield result
         result.value = torch.cuda.max_memory_allocated(engine.device)
         return
+    _finish_gathers(engine)
     before = 0 if engine is None else sum(count_bytes(t) for t in tensors_by_category(engine).values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield result
+        _finish_gathers(engine)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))

@@ -14,6 +14,9 @@ import torch.distributed as dist
 def profiling(folder: str | Path, *, memory: bool = False) -> Iterator[torch.profiler.profile]:
     """Write a trace of what runs inside to `folder/trace_rank<r>.json` (for Perfetto or chrome://tracing).
 
+    End it where no gather is under way: after a forward pass, or around whole steps at stage 3. At stages 1 and 2 a
+    step begins the gather of updated weights, so read a parameter (or run a forward) before the block ends.
+
     Ranges named `hf_zero::all-gather`, `hf_zero::reduce-scatter` and so on show which unit a rank waited for. With
     `memory`, every allocation is in the trace too.
     """
