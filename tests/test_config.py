@@ -63,9 +63,9 @@ def test_python_values_are_not_guessed(bad):
 
 
 def test_whole_floats_are_counts():
-    config = ZeroConfig(reduce_bucket_size=5e8, sub_group_size=1e9)
+    config = ZeroConfig(reduce_bucket_size=5e8, stage3_max_live_parameters=1e9)
     assert (config.reduce_bucket_size, type(config.reduce_bucket_size)) == (500_000_000, int)
-    assert config.sub_group_size == 10**9
+    assert config.stage3_max_live_parameters == 10**9
 
 
 def test_derived_values():

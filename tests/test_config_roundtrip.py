@@ -39,7 +39,6 @@ FIELDS = {
     "stage3_model_persistence_threshold": counts,
     "stage3_max_live_parameters": counts,
     "stage3_max_reuse_distance": counts,
-    "sub_group_size": counts,
     "loss_scale": fractions,
     "initial_scale_power": st.integers(0, 30),
     "loss_scale_window": st.integers(1, 10**4),

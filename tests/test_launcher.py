@@ -136,7 +136,7 @@ def test_without_a_file_options_decide(launched):
     assert _config(environ).zero_stage == 2
     json_file = CONFIGS / "zero3_auto.json"
     _, args, environ = launched("--use_deepspeed", "--deepspeed_config_file", json_file, "--num_processes", 2, "x.py")
-    assert _config(environ).sub_group_size == 10**9
+    assert _config(environ).stage3_max_live_parameters == 10**9
 
 
 def test_the_default_file_is_used_without_config_file(launched, tmp_path):

@@ -132,7 +132,9 @@ def test_the_package_imports_only_what_it_declares(path):
 def test_every_declared_dependency_is_imported():
     programs = [path for path in python_files() if path.parent != ROOT / "tests"]
     used = {name for path in programs for names in distributions_of(imported_modules(path)).values() for name in names}
-    assert declared() <= used, f"declared and never imported: {declared() - used}"
+    # hf_zero writes the safetensors format itself; transformers needs the library to read what was written.
+    unused = declared() - used - {"safetensors"}
+    assert not unused, f"declared and never imported: {unused}"
 
 
 @pytest.mark.parametrize("path", list(python_files()), ids=lambda path: str(path.relative_to(ROOT)))

@@ -38,7 +38,6 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
     "stage3_model_persistence_threshold": (0, False),
     "stage3_max_live_parameters": (0, False),
     "stage3_max_reuse_distance": (0, False),
-    "sub_group_size": (1, False),
     "initial_scale_power": (0, False),
     "loss_scale_window": (1, False),
     "hysteresis": (1, False),

@@ -23,7 +23,6 @@ DESCRIPTIONS: dict[str, str] = {
     "stage3_model_persistence_threshold": "cap on all elements that stay whole",
     "stage3_max_live_parameters": "cap on elements that are unsharded at one time",
     "stage3_max_reuse_distance": "weights that are used again within this many elements stay whole",
-    "sub_group_size": "elements per tile of the optimizer step",
     "offload_optimizer_device": "home of the optimizer states",
     "offload_optimizer_nvme_path": "folder of optimizer states on disk",
     "offload_param_device": "home of the sharded weights",

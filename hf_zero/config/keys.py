@@ -66,7 +66,7 @@ ZERO_KEYS: dict[str, Key] = table(
     honoured("reduce_bucket_size", "reduce_bucket_size", values.to_size, "gradient bucket of stages 0-2"),
     honoured("allreduce_bucket_size", "reduce_bucket_size", values.to_size, "old name of reduce_bucket_size"),
     honoured("allgather_bucket_size", "allgather_bucket_size", values.to_size, "all-gather bucket of stages 1-2"),
-    honoured("sub_group_size", "sub_group_size", values.to_int, "tile of the optimizer step"),
+    accepted("sub_group_size", "the optimizer steps one flat tensor per group; there are no tiles"),
     honoured("stage3_prefetch_bucket_size", "stage3_prefetch_bucket_size", values.to_size, "gathered ahead"),
     honoured("prefetch_bucket_size", "stage3_prefetch_bucket_size", values.to_size, "name without prefix"),
     honoured(

@@ -56,7 +56,6 @@ class ZeroConfig:
     stage3_model_persistence_threshold: int | None = None
     stage3_max_live_parameters: int = 1_000_000_000
     stage3_max_reuse_distance: int = 0
-    sub_group_size: int = 1_000_000_000
 
     # Where shards live.
     offload_optimizer_device: str = "none"

@@ -64,10 +64,11 @@ class ZeroPlugin:
         self, arguments: dict[str, Any], label: str, *, world_size: int, hidden_size: int | None = None
     ) -> None:
         """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
-        self._claims += argument_claims(arguments, label)
+        said = self._claims + argument_claims(arguments, label)
         written = [config for config in (self._given, self.launched) if config is not None]
-        claims = [claim for config in written for claim in config_claims(config)] + self._claims
+        claims = [claim for config in written for claim in config_claims(config)] + said
         agreed = check_consistency(claims, world_size=world_size)
+        self._claims = said
         self._settled = functools.partial(resolve_auto, self._given, agreed=agreed, world_size=world_size)
         self.config = self._settled()
 

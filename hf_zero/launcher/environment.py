@@ -18,8 +18,8 @@ FILE_VARIABLE = "HF_ZERO_CONFIG_FILE"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_CPU = "ACCELERATE_USE_CPU"
-# torch reads it at its first allocation. Weights that are gathered and released come from the system page by page; with
-# huge pages a 64 MB buffer costs 6 ms instead of 31 (measured, torch 2.13 on Linux).
+# torch reads it at its first allocation. Weights that are gathered and released come from the system page by page;
+# with huge pages a 64 MB buffer costs 6 ms instead of 31 (measured, torch 2.13 on Linux).
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
