@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv demo demo-grpo test quality docs-check style clean
+.PHONY: help venv demo demo-grpo test exhaustive quality docs-check style clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +20,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:
 	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
 	@echo "make demo-grpo  train a weak model, then improve it by reinforcement learning under ZeRO-3"
-	@echo "make test     run all tests"
+	@echo "make test     run all tests; make exhaustive runs the long forms of some"
 	@echo "make quality  check style and generated pages; make style mends the style"
 	@echo "make clean    remove what demo and tests wrote (the environment stays)"
 
@@ -51,6 +51,9 @@ demo-grpo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -m exhaustive
 
 quality: $(STAMP) docs-check
 	$(BIN)/ruff check .

@@ -89,7 +89,7 @@ def test_a_rank_that_is_killed_while_saving(tmp_path):
         _kill_and_resume(tmp_path / str(number), rank, call)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_a_rank_that_is_killed_at_fifty_points(tmp_path):
     for number, (rank, call) in enumerate(_points(tmp_path / "whole", 50, seed=2)):
