@@ -154,6 +154,8 @@ class FlatBuffer:
 
     def gather(self) -> Pending:
         """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
+        if not self.layout.padded_numel:  # nothing but parameters of no elements
+            return Pending([], lambda: self.full)
         rest = self.rest()
         with torch.no_grad():
             own = self.own
@@ -175,6 +177,8 @@ class FlatBuffer:
 
     def reduce(self, partial: Tensor) -> Pending:
         """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""
+        if not self.layout.padded_numel:
+            return Pending([], lambda: partial)
         move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
         return move(partial, self.message)
 
