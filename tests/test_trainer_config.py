@@ -45,7 +45,8 @@ def make(folder, arguments, class_name="ZeroTrainer", examples=48):
     )
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, 64, (examples, 8), generator=generator).tolist()
-    data = [{"input_ids": row, "labels": row} for row in rows]
+    # Labels of different lengths: the loss is a mean over tokens, whose number differs by micro-batch and rank.
+    data = [{"input_ids": row, "labels": [-100] * (i % 6) + row[i % 6 :]} for i, row in enumerate(rows)]
     shared = {"output_dir": folder, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     home, args_class = (
         (hf_zero, "ZeroTrainingArguments") if class_name == "ZeroTrainer" else (transformers, "TrainingArguments")

@@ -31,6 +31,7 @@ from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
 from hf_zero.integrations import state
 from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
 from hf_zero.loss_scale import LossScaler
+from hf_zero.placement import STAGES, Placement
 
 
 logger = logging.getLogger(__name__)
@@ -181,15 +182,19 @@ class ZeroAccelerator(Accelerator):
         if engine is not None:
             engine.undo()  # it was prepared for evaluation only, and now it is to be trained
         model._is_accelerate_prepared = False  # the same, at stages that leave an evaluated model alone
-        # At stage 3 no rank puts the whole model on its device; at other stages accelerate does as it always does.
-        placement = False if config.zero_stage == 3 and self.num_processes > 1 else device_placement
+        # A model that is explicitly put on the device for evaluation stays whole: ranks call reward models unevenly.
+        shards_weights = STAGES[config.zero_stage].parameter is Placement.SHARDED
+        stays_whole = evaluation_mode and (not shards_weights or device_placement is True)
+        # No rank puts a model on its device whose weights are sharded; otherwise accelerate does as it always does.
+        sharded = shards_weights and self.num_processes > 1 and not stays_whole
+        placement = False if sharded else device_placement
         if model in self._models:
             self._models.remove(model)
         model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
-        if not evaluation_mode or config.zero_stage == 3:
+        if not stays_whole:
             engine = ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode, scaler=self._scaler)
             self._scaler = self._scaler or engine.scaler  # a loss may reach several models: they share one scale
-            if config.zero_stage == 3:
+            if shards_weights:
                 _keep_in_lockstep(model)
         return model
 
