@@ -205,8 +205,10 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
         weight = piece.group.weight
         if id(weight) not in adopted:
             continue
-        for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
-            prefix = buffer.names[span.index] + "."
+        spans = buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop)
+        # A piece of padding only has the states of its group too: an optimizer expects all of them or none.
+        for index in [span.index for span in spans] or [len(buffer.names) - 1]:
+            prefix = buffer.names[index] + "."
             for name in (name for name in file.tensors if name.startswith(prefix)):
                 kind = name.removeprefix(prefix)
                 if kind != _MASTER and "." not in kind:

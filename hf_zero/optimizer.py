@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_zero.elementwise import check_elementwise
 from hf_zero.flat_buffer import FlatBuffer
+from hf_zero.layout import Span
 from hf_zero.masters import MasterGroup, Piece
 
 
@@ -201,7 +202,10 @@ def _fill_from_pieces(buffer: FlatBuffer, piece: Piece, state: dict, old_states:
 
 def _fill_from_whole(buffer: FlatBuffer, piece: Piece, state: dict, whole: WholeStates, scalars: set[str]) -> None:
     begin = buffer.begin + piece.start
-    for span in buffer.layout.spans(begin, buffer.begin + piece.stop):
+    spans = list(buffer.layout.spans(begin, buffer.begin + piece.stop))
+    if not spans:  # padding only, which belongs to the last parameter's group
+        spans = [Span(index=len(buffer.params) - 1, start=0, offset=0, numel=0)]
+    for span in spans:
         target = slice(piece.offset + span.offset, piece.offset + span.offset + span.numel)
         for kind, value in whole.get(buffer.params[span.index], {}).items():
             if kind in scalars:

@@ -96,7 +96,7 @@ def test_metadata_is_complete_and_has_one_version():
     assert metadata["name"] == "hf_zero" and metadata["license"] == "Apache-2.0"
     assert metadata["version"] == hf_zero.__version__
     assert "Apache License" in (ROOT / metadata["license_files"]).read_text()
-    assert set(read_setup()["options.extras_require"]) == {"trl", "peft", "plot", "dev"}
+    assert set(read_setup()["options.extras_require"]) == {"trl", "peft", "math", "plot", "dev"}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
