@@ -283,7 +283,6 @@ class ZeroEngine:
         # A step right after no_sync(): what was summed locally is reduced now.
         if self.schedule.has_local_gradients:
             self.schedule.reduce_all()
-            self.schedule._cursor = 0
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""

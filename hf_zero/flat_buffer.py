@@ -63,7 +63,7 @@ class FlatBuffer:
             self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
         else:
             values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)
-            for param, source, view in zip(self.params, sources, self._views(values), strict=True):
+            for param, source, view in zip(self.params, sources, self.views(values), strict=True):
                 if source is None:
                     view.copy_(param.detach())
                 else:
@@ -88,13 +88,14 @@ class FlatBuffer:
             sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
         return owned
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of `flat`, laid out as the buffer is, one per parameter."""
         layout = self.layout
         spans = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
         return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
 
     def _point_parameters(self) -> None:
-        for param, view in zip(self.params, self._views(self.full), strict=True):
+        for param, view in zip(self.params, self.views(self.full), strict=True):
             access.point_to(param, view)
         self._note_versions()
 
@@ -141,7 +142,7 @@ class FlatBuffer:
             self.dtype = self.original_dtype
             self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.full.device)
             self.gather().wait()
-        for param, view in zip(self.params, self._views(self.full), strict=True):
+        for param, view in zip(self.params, self.views(self.full), strict=True):
             access.point_to(param, view.clone())
 
     # -- moves --------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class FlatBuffer:
                 own[piece.start : piece.stop] = value
         if self.owns_slice:
             self.comm.all_gather(flat, self.message).wait()
-        return self._views(flat)
+        return self.views(flat)
 
     def reduce(self, partial: Tensor) -> Pending:
         """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""

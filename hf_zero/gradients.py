@@ -45,14 +45,14 @@ class GradientBuffer:
         self.used.add(index)
         if self.partial is None and self._fits(grad):
             self.partial = grad.view(-1)  # the only parameter here: its gradient needs no copy
-            self._views = self.buffer._views(self.partial)
+            self._views = self.buffer.views(self.partial)
             self._written.add(index)
             return
         if self.partial is None:
             layout = self.buffer.layout
             make = torch.zeros if layout.has_padding else torch.empty
             self.partial = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-            self._views = self.buffer._views(self.partial)
+            self._views = self.buffer.views(self.partial)
         if index in self._written:
             self._views[index].add_(grad)
         else:

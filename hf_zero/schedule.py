@@ -284,7 +284,6 @@ class Schedule:
             self.reduce_all()
         for gradient in self._gradients:
             gradient.end_backward()
-        self._cursor = 0
         self.reshard_all()
         self._enter(Phase.IDLE)
 
@@ -296,6 +295,7 @@ class Schedule:
                 self._begin_reduce(gradient)
         while self._reducing:
             self._reducing.popleft().finish_reduce()
+        self._cursor = 0
 
     # -- between passes -------------------------------------------------------------------------------------------
 

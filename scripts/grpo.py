@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 from rewards import find_reward
-from sft import SFTScriptArguments, check_local_path, find_checkpoint, load_splits, set_up_logging
+from sft import SFTScriptArguments, check_local_path, find_checkpoint, load_splits, set_up_logging, train_and_save
 from transformers import set_seed
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -92,28 +92,7 @@ def main(script_args: GRPOScriptArguments, training_args: ZeroGRPOConfig, model_
         eval_dataset=to_prompts(eval_rows, script_args) if eval_rows is not None else None,
         peft_config=get_peft_config(model_args),
     )
-
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-
-    # Training switches the cache off for gradient checkpointing; what is saved should generate at full speed.
-    trainer.model.config.use_cache = True
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}")
-
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-
-    # Ends the trackers and the process group; ranks that exit without it can die in their last moment.
-    trainer.end()
+    train_and_save(trainer, script_args, checkpoint)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,31 @@ def find_checkpoint(training_args: ZeroSFTConfig) -> str | None:
     return checkpoint
 
 
+def train_and_save(trainer: Any, script_args: ScriptArguments, checkpoint: str | None) -> None:
+    """What every script does with its trainer: train, save, evaluate, and push where that was asked for."""
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+
+    # Training switches the cache off for gradient checkpointing; what is saved should generate at full speed.
+    trainer.model.config.use_cache = True
+    trainer.save_model(trainer.args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
+    trainer.accelerator.print(f"Model saved to {trainer.args.output_dir}")
+
+    if trainer.args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+    # Ends the trackers and the process group; ranks that exit without it can die in their last moment.
+    trainer.end()
+
+
 def main(script_args: SFTScriptArguments, training_args: ZeroSFTConfig, model_args: ModelConfig) -> None:
     set_up_logging(training_args)
     set_seed(training_args.seed)
@@ -113,28 +138,7 @@ def main(script_args: SFTScriptArguments, training_args: ZeroSFTConfig, model_ar
         eval_dataset=eval_dataset,
         peft_config=get_peft_config(model_args),
     )
-
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-
-    # Training switches the cache off for gradient checkpointing; what is saved should generate at full speed.
-    trainer.model.config.use_cache = True
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}")
-
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-
-    # Ends the trackers and the process group; ranks that exit without it can die in their last moment.
-    trainer.end()
+    train_and_save(trainer, script_args, checkpoint)
 
 
 if __name__ == "__main__":

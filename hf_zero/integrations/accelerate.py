@@ -61,9 +61,7 @@ class ZeroPlugin:
     def __repr__(self) -> str:
         return f"ZeroPlugin(zero_stage={self.config.zero_stage}, source={self.source!r})"
 
-    def settle(
-        self, arguments: dict[str, Any], label: str, *, world_size: int, hidden_size: int | None = None
-    ) -> None:
+    def settle(self, arguments: dict[str, Any], label: str, *, world_size: int) -> None:
         """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
         said = self._claims + argument_claims(arguments, label)
         written = [config for config in (self._given, self.launched) if config is not None]
