@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.committed import compare_sums
 from hf_zero.errors import ZeroCheckpointError
@@ -31,13 +32,15 @@ def save_state(
     is_main: bool | None = None,
     stored: Container[int] = (),
     extra: Mapping[str, object] | None = None,
+    later: Later | None = None,
 ) -> dict[str, int]:
     """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
 
     Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
     counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does); `stored` has
     the `id` of parameters whose masters are stored elsewhere; `extra` is kept with the file. Returns the checksums of
-    the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write.
+    the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write. With `later` the values are
+    copied only, and the checksums are there when its steps are done.
     """
     buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
@@ -61,9 +64,15 @@ def save_state(
             if tensor in tensors:
                 yield name, tensor, start, values
 
-    staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main)
-    staged.commit()
-    return staged.sums
+    staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main, later)
+    sums: dict[str, int] = {}
+
+    def finish() -> None:
+        staged.commit()
+        sums.update(staged.sums)
+
+    perform(finish, later)
+    return sums
 
 
 def load_state(

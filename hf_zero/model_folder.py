@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import saving
+from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.placement import Placement
 from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained, select
@@ -30,7 +31,7 @@ _MEETING_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFolder:
-    """What was saved: tensor checksums by file, and the `id` of every parameter whose master is in the files."""
+    """Tensor checksums by file, once it is written, and the `id` of every parameter whose master is in the files."""
 
     sums: dict[str, dict[str, int]]
     exact: frozenset[int]
@@ -104,9 +105,10 @@ def save_folder(
     *,
     compute_dtype: bool = True,
     adapters: list[str] | None = None,
+    later: Later | None = None,
     **plan_options: Any,
 ) -> SavedFolder:
-    """Save a prepared model; a collective.
+    """Save a prepared model; a collective. With `later` weights are copied, and written by its steps.
 
     `is_main` says that this rank is to create files (one rank, or one per node); `write_rest` writes what belongs to
     the folder besides sharded weights. Weights have the dtype that the model computes in, or (`compute_dtype=False`)
@@ -123,7 +125,7 @@ def save_folder(
         plan = plan_pretrained(model, dtype_of, **plan_options)
     else:
         plan = plan_module(model, dtype_of, **plan_options)
-    staged = saving.stage_weights(model, plan, folder, comm, is_main)
+    staged = saving.stage_weights(model, plan, folder, comm, is_main, later)
     try:
         agree(comm, lambda: _place_rest(Path(folder), plan, write_rest) if staged.staged.creates else None)
         if staged.staged.creates and not compute_dtype:
@@ -131,8 +133,14 @@ def save_folder(
     except BaseException:
         staged.staged.discard()
         raise
-    staged.commit()
-    return SavedFolder(sums=plan.by_file(staged.staged.sums), exact=saving.exact_parameters(model, plan))
+    saved = SavedFolder(sums={}, exact=saving.exact_parameters(model, plan))
+
+    def finish() -> None:
+        staged.commit()
+        saved.sums.update(plan.by_file(staged.staged.sums))
+
+    perform(finish, later)
+    return saved
 
 
 def _as_writer(model: nn.Module, write_rest: WriteRest, folder: str, state_dict: dict[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import access
+from hf_zero.background import Later
 from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
@@ -54,7 +55,7 @@ def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
 
 @dataclass(kw_only=True)
 class StagedWeights:
-    """Weight files that are complete under temporary names; `commit` puts them in place of what was there."""
+    """Weight files under temporary names; `commit` completes them and puts them in place of what was there."""
 
     plan: SavePlan
     staged: Staged
@@ -84,9 +85,16 @@ class StagedWeights:
 
 
 def stage_weights(
-    model: nn.Module, plan: SavePlan, folder: str | os.PathLike, comm: Communicator, is_main: bool
+    model: nn.Module,
+    plan: SavePlan,
+    folder: str | os.PathLike,
+    comm: Communicator,
+    is_main: bool,
+    later: Later | None = None,
 ) -> StagedWeights:
     """Write the files of `plan` under temporary names; a collective, with no communication of weights.
+
+    With `later` the weights are copied now, and written when a thread commits.
 
     Raises ZeroCheckpointError on all ranks, before the first byte, where ranks have different models or the disk is
     too small, and where a rank cannot write.
@@ -104,7 +112,7 @@ def stage_weights(
                     yield plan.home[tensor], tensor, at + low - first, values[low - start : high - start]
         yield from _computed_parts(model, plan, comm)
 
-    return StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, comm, is_main))
+    return StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, comm, is_main, later))
 
 
 def _check_same_plan(plan: SavePlan, comm: Communicator) -> None:

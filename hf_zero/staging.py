@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero.background import Later
 from hf_zero.checksum import combine
 from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError
@@ -84,28 +85,91 @@ def find_writers(folder: Path, comm: Communicator, is_main: bool) -> Writers:
 
 @dataclass(kw_only=True)
 class Staged:
-    """Files that are complete under temporary names."""
+    """Files under temporary names: complete, or `kept` for `commit` to write."""
 
     folder: Path
-    names: list[str]
+    files: Mapping[str, SlicedFile]
     comm: Communicator
-    creates: bool  # this rank renames
-    sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors
+    writers: Writers
+    kept: list[Part] | None = None  # copies of what this rank is to write
+    sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors, once they are written
+
+    @property
+    def creates(self) -> bool:
+        """Whether this rank creates and renames files."""
+        return self.comm.rank in self.writers.creators
+
+    def _temporary(self, name: str) -> Path:
+        return self.folder / (name + _TEMPORARY)
+
+    def create(self) -> None:
+        """Make the files, with their final sizes."""
+        if not self.creates:
+            return
+        promised = sum(_unwritten(path) for path in self.folder.glob("*" + _TEMPORARY))
+        needed = sum(file.nbytes for file in self.files.values())
+        free = shutil.disk_usage(self.folder).free - promised
+        if needed > free:
+            raise ZeroCheckpointError(f"{self.folder} has {free:,} bytes free, and {needed:,} are to be written")
+        for name, file in self.files.items():
+            file.create(self._temporary(name))
+
+    def keep(self, parts: Iterable[Part]) -> None:
+        """Copy the parts to host memory, in the dtype of their file; `commit` writes them."""
+        self.kept = []
+        for file, name, start, values in parts:
+            dtype = self.files[file].tensors[name][0]
+            self.kept.append((file, name, start, values.detach().to(device="cpu", dtype=dtype, copy=True)))
+
+    def write(self, parts: Iterable[Part]) -> None:
+        """Write this rank's parts into the files; a collective."""
+        writer = SliceWriter(self.files, {name: self._temporary(name) for name in self.files})
+        if self.writers.shared:
+            agree(self.comm, lambda: _fill(writer, parts))
+        else:
+            received = broadcast_parts(parts, lambda file, name: self.files[file].tensors[name][0], self.comm)
+            for part in received:
+                if self.creates:
+                    writer.put(*part)
+            agree(self.comm, writer.close)
+        per_rank = self.comm.all_gather_object(writer.nbytes)
+        _check_complete(self.files, per_rank, self.writers)
+        counts = self.writers.shared or self.comm.rank == self.writers.creators[0]
+        self.sums = add_up(self.comm, writer.sums if counts else {})
 
     def commit(self) -> None:
-        """Give the files their names; a collective."""
+        """Write what was kept, then give the files their names; a collective."""
+        if self.kept is not None:
+            try:
+                self.write(_released(self.kept))
+            except BaseException:
+                self.discard()
+                raise
 
         def rename() -> None:
-            for name in self.names if self.creates else ():
-                os.replace(self.folder / (name + _TEMPORARY), self.folder / name)
+            for name in self.files if self.creates else ():
+                os.replace(self._temporary(name), self.folder / name)
 
         agree(self.comm, rename)
 
     def discard(self) -> None:
         """Remove them."""
-        for name in self.names if self.creates else ():
+        for name in self.files if self.creates else ():
             with contextlib.suppress(OSError):
-                (self.folder / (name + _TEMPORARY)).unlink(missing_ok=True)
+                self._temporary(name).unlink(missing_ok=True)
+
+
+def _unwritten(path: Path) -> int:
+    """How many bytes of a file that has its final size are still to come."""
+    status = path.stat()
+    return max(0, status.st_size - 512 * status.st_blocks)
+
+
+def _released(parts: list[Part]) -> Iterator[Part]:
+    """The parts in order; each one's memory is free when the next is asked for."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
 
 
 def stage(
@@ -114,33 +178,26 @@ def stage(
     parts: Callable[[], Iterable[Part]],
     comm: Communicator,
     is_main: bool,
+    later: Later | None = None,
 ) -> Staged:
     """Write `files` under temporary names; each rank gives the parts that it owns. A collective.
 
     All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
-    parts travel to the ranks that create files, one buffer at a time.
+    parts travel to the ranks that create files, one buffer at a time. With `later` the parts are only copied, and
+    `commit`, which a thread is to call, writes them; parts that travel are written at once all the same.
     """
-    writers = find_writers(folder, comm, is_main)
-    creates = comm.rank in writers.creators
-    staged = Staged(folder=folder, names=list(files), comm=comm, creates=creates)
-    paths = {name: folder / (name + _TEMPORARY) for name in files}
+    staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, comm, is_main))
     try:
-        agree(comm, lambda: _create(folder, files, paths) if creates else None)
-        writer = SliceWriter(files, paths)
-        if writers.shared:
-            agree(comm, lambda: _fill(writer, parts()))
+        agree(comm, staged.create)
+        if later is not None and staged.writers.shared:
+            agree(comm, lambda: staged.keep(parts()))
         else:
-            received = broadcast_parts(parts(), lambda file, name: files[file].tensors[name][0], comm)
-            for part in received:
-                if creates:
-                    writer.put(*part)
-            agree(comm, writer.close)
-        per_rank = comm.all_gather_object(writer.nbytes)
-        _check_complete(files, per_rank, writers)
-        staged.sums = add_up(comm, writer.sums if writers.shared or comm.rank == writers.creators[0] else {})
+            staged.write(parts())
     except BaseException:
         staged.discard()
         raise
+    if later is not None:
+        staged.comm = later.comm
     return staged
 
 
@@ -150,14 +207,6 @@ def _fill(writer: SliceWriter, parts: Iterable[Part]) -> None:
             writer.put(*part)
     finally:
         writer.close()
-
-
-def _create(folder: Path, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
-    needed, free = sum(file.nbytes for file in files.values()), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ZeroCheckpointError(f"{folder} has {free:,} bytes free, and {needed:,} are to be written")
-    for name, file in files.items():
-        file.create(paths[name])
 
 
 def _check_complete(files: Mapping[str, SlicedFile], per_rank: list[int], writers: Writers) -> None:

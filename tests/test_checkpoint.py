@@ -90,7 +90,7 @@ def test_resume_in_bf16(tmp_path, stage, target, ranks):
         assert abs(loss - whole[step]) <= (0 if ranks == 2 else 2e-3), (step, loss, whole[step])
 
 
-def evaluate_best(folder, stage):
+def evaluate_best(folder, stage, asynchronous):
     os.chdir(folder)
     trainer = trainer_for(
         "./run",
@@ -102,18 +102,21 @@ def evaluate_best(folder, stage):
         eval_steps=3,
         load_best_model_at_end=True,
         save_only_model=True,
+        save_total_limit=1,
+        zero_async_save=asynchronous,
     )
     trainer.train()
     best = trainer.state.best_metric
     return best, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_load_best_model_at_end_with_save_only_model(tmp_path, stage):
-    best, loss, folder = run_ranks(evaluate_best, str(tmp_path), stage, world_size=2)[0]
+@pytest.mark.parametrize("stage, asynchronous", [(1, False), (3, False), (3, True)])
+def test_load_best_model_at_end_with_save_only_model(tmp_path, stage, asynchronous):
+    best, loss, folder = run_ranks(evaluate_best, str(tmp_path), stage, asynchronous, world_size=2)[0]
     assert abs(best - loss) < 1e-6, (best, loss)
     assert folder.startswith("./run/checkpoint-") and (tmp_path / folder / "COMMIT").exists(), folder
     assert not (tmp_path / folder / checkpoint.STATE_NAME).exists()
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
 @distributed(world_size=2)

@@ -35,16 +35,18 @@ def _die_at(rank, call):
     return count
 
 
-def _train_and_die(folder, rank, call):
+def _train_and_die(folder, asynchronous, rank, call):
     """Save at steps 2 and 4; the fault comes while step 4 is saved. Returns how many operations that takes."""
     from tests.test_checkpoint import trainer_for
 
-    trainer = trainer_for(folder, 3, 4, per_device_train_batch_size=2, save_steps=2)
+    arguments = {"save_steps": 2, "zero_async_save": asynchronous}
+    trainer = trainer_for(folder, 3, 4, per_device_train_batch_size=2, **arguments)
     save = trainer._save_checkpoint
     counts = []
 
     def save_and_die(*args):
         if trainer.state.global_step == 4:
+            trainer.accelerator.saves.wait()
             counts.append(_die_at(rank, call))
         save(*args)
 
@@ -61,9 +63,9 @@ def _resume(folder):
     return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def _kill_and_resume(folder, rank, call):
+def _kill_and_resume(folder, asynchronous, rank, call):
     with pytest.raises(pytest.fail.Exception):
-        run_ranks(_train_and_die, str(folder), rank, call)
+        run_ranks(_train_and_die, str(folder), asynchronous, rank, call)
     final = [path for path in folder.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
     assert final, f"killed at operation {call} of rank {rank}: no checkpoint is left"
     for path in final:
@@ -74,27 +76,29 @@ def _kill_and_resume(folder, rank, call):
     assert folders == ["checkpoint-2", "checkpoint-4", "checkpoint-6"], folders
 
 
-def _points(folder, number, seed):
+def _points(folder, asynchronous, number, seed):
     """Seeded (rank, operation) pairs over the whole save."""
-    totals = run_ranks(_train_and_die, str(folder), 0, -1)
+    totals = run_ranks(_train_and_die, str(folder), asynchronous, 0, -1)
     assert min(totals) > 3, totals
     draw = random.Random(seed)
     ranks = [draw.randrange(2) for _ in range(number)]
     return [(rank, draw.randint(1, totals[rank])) for rank in ranks]
 
 
-def test_a_rank_that_is_killed_while_saving(tmp_path):
-    for number, (rank, call) in enumerate(_points(tmp_path / "whole", 4, seed=1)):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_killed_while_saving(tmp_path, asynchronous):
+    for number, (rank, call) in enumerate(_points(tmp_path / "whole", asynchronous, 4, seed=1)):
         (tmp_path / str(number)).mkdir()
-        _kill_and_resume(tmp_path / str(number), rank, call)
+        _kill_and_resume(tmp_path / str(number), asynchronous, rank, call)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_a_rank_that_is_killed_at_fifty_points(tmp_path):
-    for number, (rank, call) in enumerate(_points(tmp_path / "whole", 50, seed=2)):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_killed_at_fifty_points(tmp_path, asynchronous):
+    for number, (rank, call) in enumerate(_points(tmp_path / "whole", asynchronous, 50, seed=2)):
         (tmp_path / str(number)).mkdir()
-        _kill_and_resume(tmp_path / str(number), rank, call)
+        _kill_and_resume(tmp_path / str(number), asynchronous, rank, call)
 
 
 # ---------------------------------------------------------------------------------------------------- damaged folders

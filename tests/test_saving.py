@@ -212,7 +212,7 @@ def test_of_a_model_with_adapters_only_these_are_saved(tmp_path, whole_head):
             assert size < 0.3 * sum(p.numel() * 4 for p in model.parameters())
 
 
-def _train_on_nodes(folder):
+def _train_on_nodes(folder, asynchronous):
     """Two machines of one rank each, with disks of their own behind the same relative path."""
     import os
 
@@ -222,27 +222,29 @@ def _train_on_nodes(folder):
     home.mkdir(exist_ok=True)
     os.chdir(home)
     os.environ["LOCAL_RANK"] = "0"
-    return trainer_for("run", 3, 6, per_device_train_batch_size=4, save_on_each_node=True, save_total_limit=1)
+    arguments = {"save_on_each_node": True, "save_total_limit": 1, "zero_async_save": asynchronous}
+    return trainer_for("run", 3, 6, per_device_train_batch_size=4, **arguments)
 
 
-def _save_on_nodes(folder):
-    trainer = _train_on_nodes(folder)
+def _save_on_nodes(folder, asynchronous):
+    trainer = _train_on_nodes(folder, asynchronous)
     trainer.train()
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-def _resume_on_nodes(folder):
-    trainer = _train_on_nodes(folder)
+def _resume_on_nodes(folder, asynchronous):
+    trainer = _train_on_nodes(folder, asynchronous)
     trainer.args.max_steps = 8
     trainer.train(resume_from_checkpoint=True)
     return trainer.state.global_step
 
 
-def test_a_folder_on_each_node(tmp_path):
-    losses = run_ranks(_save_on_nodes, tmp_path)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_on_each_node(tmp_path, asynchronous):
+    losses = run_ranks(_save_on_nodes, tmp_path, asynchronous)
     assert sorted(losses[0]) == [1, 2, 3, 4, 5, 6]
     first, second = (tmp_path / f"machine{rank}/run/checkpoint-6" for rank in (0, 1))
     assert sorted(path.name for path in first.parent.iterdir() if path.is_dir()) == ["checkpoint-6"]
     for name in ("model.safetensors", "zero_state.safetensors", "config.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
-    assert run_ranks(_resume_on_nodes, tmp_path) == [8, 8]
+    assert run_ranks(_resume_on_nodes, tmp_path, asynchronous) == [8, 8]

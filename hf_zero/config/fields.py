@@ -27,6 +27,7 @@ DESCRIPTIONS: dict[str, str] = {
     "offload_optimizer_nvme_path": "folder of optimizer states on disk",
     "offload_param_device": "home of the sharded weights",
     "offload_param_nvme_path": "folder of weights on disk",
+    "async_save": "checkpoints are copied to host memory, and written while training goes on",
     "loss_scale": "fp16: fixed loss scale, 0 for dynamic",
     "initial_scale_power": "fp16: the first dynamic scale is 2 to this power",
     "loss_scale_window": "fp16: good steps before the scale doubles",

@@ -63,6 +63,9 @@ class ZeroConfig:
     offload_param_device: str = "none"
     offload_param_nvme_path: str | None = None
 
+    # Checkpoints.
+    async_save: bool = False
+
     # fp16 loss scale and skipped steps.
     loss_scale: float = 0.0
     initial_scale_power: int = 16

@@ -17,6 +17,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from hf_zero import grad_norm, saving
+from hf_zero.background import BackgroundSaves, Later
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
     Claim,
@@ -152,6 +153,7 @@ class ZeroAccelerator(Accelerator):
         # Weights are gathered in the compute dtype: autocast, which would keep a cast of every weight, stays out.
         self.native_amp, self.scaler = False, None
         self.leaves_out_state_dicts = False
+        self.saves = BackgroundSaves()
         self._scaler: LossScaler | None = None
         if self.num_processes == 1 and plugin.config.zero_stage > 0:
             self.print(f"hf_zero: one process, so stage {plugin.config.zero_stage} shards nothing")
@@ -289,12 +291,25 @@ class ZeroAccelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         if not self._engines():
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        with state.saving_state(self) as commit:
+        later = self.begin_save()
+        with state.saving_state(self, later) as commit:
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
             commit(folder)
+        if later is not None:
+            self.saves.start(later, folder)
         return folder
 
+    def begin_save(self) -> Later | None:
+        """Once the save before this one is complete: what a thread is to do of this one, None for nothing."""
+        self.saves.wait()
+        return self.saves.begin(self._engines()[0].comm) if self.zero_plugin.config.async_save else None
+
+    def end_training(self) -> None:
+        self.saves.wait()
+        super().end_training()
+
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
+        self.saves.wait()
         with state.loading_state(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_zero import checkpoint, committed, loading, saving
+from hf_zero.background import Later, perform
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.saving_plan import logical_state, plan_module
+from hf_zero.staging import agree
 
 
 if TYPE_CHECKING:
@@ -26,18 +28,19 @@ def save_engine(
     name: str = checkpoint.STATE_NAME,
     is_main: bool,
     stored: frozenset[int] = frozenset(),
+    later: Later | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
     extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
     sums = checkpoint.save_state(
-        folder, engine.buffers, engine.optimizers, engine.comm, name, is_main, stored=stored, extra=extra
+        folder, engine.buffers, engine.optimizers, engine.comm, name, is_main, stored, extra, later
     )
     return {name: sums}
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:
     """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
-    engine.schedule.reshard_all()
+    engine.before_load()
     missing, extra = checkpoint.load_state(folder, engine.buffers, engine.optimizers, engine.comm, name)
     if engine.scaler is not None and "loss_scale" in extra:
         engine.scaler.load_state_dict(extra["loss_scale"])
@@ -60,7 +63,7 @@ def load_rest(engine: ZeroEngine, model: nn.Module, folder: str | Path, missing:
 
 def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> None:
     """Read all weights from the model's files; a collective."""
-    engine.schedule.reshard_all()
+    engine.before_load()
     loading.load_weights(model, folder, engine.comm)
     engine.after_load()
 
@@ -74,7 +77,7 @@ def _names(index: int) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def saving_state(accelerator: ZeroAccelerator) -> Iterator[Callable[[str], None]]:
+def saving_state(accelerator: ZeroAccelerator, later: Later | None) -> Iterator[Callable[[str], None]]:
     """Inside, accelerate leaves sharded models and their optimizers to us; the value marks a folder as complete."""
     sums: dict[str, dict[str, int]] = {}
 
@@ -84,14 +87,18 @@ def saving_state(accelerator: ZeroAccelerator) -> Iterator[Callable[[str], None]
         accelerator.wait_for_everyone()
         for index, model in enumerate(models):
             if engine_of(model) is not None:
-                sums.update(_save_one(accelerator, model, index, folder))
+                _save_one(accelerator, model, index, folder, sums, later)
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
 
     def commit(folder: str) -> None:
+        is_main = _is_main(accelerator)
+        comm = accelerator._engines()[0].comm if later is None else later.comm
         accelerator.wait_for_everyone()
-        if _is_main(accelerator):
-            committed.write_marker(Path(folder), sums)
-        accelerator.wait_for_everyone()
+
+        def finish() -> None:
+            agree(comm, lambda: committed.write_marker(Path(folder), sums) if is_main else None)
+
+        perform(finish, later)
 
     with _without_ours(accelerator), contextlib.ExitStack() as stack:
         stack.callback(accelerator.register_save_state_pre_hook(save).remove)
@@ -132,18 +139,27 @@ def save_model(accelerator: ZeroAccelerator, model: nn.Module, folder: str | Pat
     saving.stage_weights(model, plan, folder, engine.comm, _is_main(accelerator)).commit()
 
 
-def _save_one(accelerator: ZeroAccelerator, model: nn.Module, index: int, folder: str) -> dict[str, dict[str, int]]:
+def _save_one(
+    accelerator: ZeroAccelerator,
+    model: nn.Module,
+    index: int,
+    folder: str,
+    sums: dict[str, dict[str, int]],
+    later: Later | None,
+) -> None:
     engine, is_main = engine_of(model), _is_main(accelerator)
     model_name, state_name = _names(index)
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
     plan = plan_module(model, dtype_of, max_shard_size=2**62).renamed(model_name)
-    staged = saving.stage_weights(model, plan, folder, engine.comm, is_main).staged
-    staged.commit()
+    staged = saving.stage_weights(model, plan, folder, engine.comm, is_main, later).staged
+
+    def finish() -> None:
+        staged.commit()
+        sums.update(plan.by_file(staged.sums))
+
+    perform(finish, later)
     stored = saving.exact_parameters(model, plan)
-    return {
-        **plan.by_file(staged.sums),
-        **save_engine(engine, folder, name=state_name, is_main=is_main, stored=stored),
-    }
+    sums.update(save_engine(engine, folder, name=state_name, is_main=is_main, stored=stored, later=later))
 
 
 def _load_models(models: list, folder: str) -> None:

@@ -14,6 +14,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_zero import checkpoint, committed, loading
+from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroCheckpointError
@@ -30,6 +31,7 @@ class ZeroCheckpointMixin:
     """The part of `ZeroTrainerMixin` that saves and loads."""
 
     _saved: SavedFolder | None = None  # of the checkpoint that is being written
+    _later: Later | None = None  # what a thread is to do of it
     _under_construction = False
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ class ZeroCheckpointMixin:
             self.args.should_save,
             lambda folder, state_dict: self._save(folder, state_dict=state_dict),
             compute_dtype=engine.config.zero3_save_16bit_model,
+            later=self._later,
         )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -58,7 +61,9 @@ class ZeroCheckpointMixin:
             return
         saved = self._saved
         assert saved is not None, "the model is saved before the optimizer"
-        saved.sums.update(state.save_engine(engine, output_dir, is_main=self.args.should_save, stored=saved.exact))
+        saved.sums.update(
+            state.save_engine(engine, output_dir, is_main=self.args.should_save, stored=saved.exact, later=self._later)
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -67,7 +72,10 @@ class ZeroCheckpointMixin:
         return os.path.join(run_folder, committed.UNCOMMITTED) if self._under_construction else run_folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Build the checkpoint aside, and give it its name when every rank has written its part."""
+        """Build the checkpoint aside, and give it its name when every rank has written its part.
+
+        With `async_save` a thread does so from a copy, and training goes on.
+        """
         engine = engine_of(self.model)
         if engine is None:
             super()._save_checkpoint(model, trial)
@@ -77,41 +85,40 @@ class ZeroCheckpointMixin:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         built, final = run_folder / committed.UNCOMMITTED / name, run_folder / name
         writes = self.args.should_save
+        later = self._later = self.accelerator.begin_save()
         agree(engine.comm, lambda: shutil.rmtree(built.parent, ignore_errors=True) if writes else None)
         self._under_construction = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._under_construction = False
+            self._under_construction, self._later = False, None
         best = self.state.best_model_checkpoint
         if best is not None and Path(best) == built:
-            self.state.best_model_checkpoint = os.path.join(run_name, name)
-        agree(engine.comm, lambda: None)  # every rank has written its random state
-        agree(engine.comm, lambda: self._commit(built, final) if writes else None)
+            best = self.state.best_model_checkpoint = os.path.join(run_name, name)
+        # Its path of the best model may be this folder. After this, every rank has written its random state too.
+        agree(engine.comm, lambda: self.state.save_to_json(str(built / TRAINER_STATE_NAME)) if writes else None)
+        comm = engine.comm if later is None else later.comm
+        sums, limit = self._saved.sums, self.args.save_total_limit
+        perform(lambda: agree(comm, lambda: _commit(built, final, sums, limit, best) if writes else None), later)
+        if later is not None:
+            self.accelerator.saves.start(later, str(final))
         if self.args.push_to_hub:
+            self.accelerator.saves.wait()  # an upload reads the finished folder
             super()._push_from_checkpoint(str(final))
-        if writes:
-            rotate_checkpoints(
-                output_dir=str(run_folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _commit(self, built: Path, final: Path) -> None:
-        self.state.save_to_json(str(built / TRAINER_STATE_NAME))  # its path of the best model may be this folder
-        committed.write_marker(built, self._saved.sums)
-        committed.place(built, final)
-        built.parent.rmdir()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._under_construction:
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.saves.wait()  # Trainer now looks for the best checkpoint, and deletes others
+        return super()._finalize_training(*args, **kwargs)
+
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; `True` resumes from the newest checkpoint that is complete and undamaged."""
+        self.accelerator.saves.wait()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_committed(Path(self.args.output_dir)))
         elif isinstance(resume_from_checkpoint, str | os.PathLike):
@@ -121,7 +128,13 @@ class ZeroCheckpointMixin:
                 committed.check_files(folder)
             elif folder.is_dir():
                 logger.warning(f"{folder} has no {committed.MARKER} file: whether it is complete cannot be checked")
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            self.accelerator.saves.finish()  # what was under way may still be completed; the error of training counts
+            raise
+        self.accelerator.saves.wait()
+        return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine = engine_of(self.model)
@@ -170,6 +183,16 @@ class ZeroCheckpointMixin:
             return
         with gathered_parameters(self.model, write=True):
             super()._load_best_model()
+
+
+def _commit(built: Path, final: Path, sums: committed.Sums, limit: int | None, best: str | None) -> None:
+    """Mark a folder as complete, give it its name, and remove checkpoints beyond the limit."""
+    committed.write_marker(built, sums)
+    committed.place(built, final)
+    built.parent.rmdir()
+    rotate_checkpoints(
+        output_dir=str(final.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+    )
 
 
 def newest_committed(run_folder: Path) -> Path:

@@ -54,6 +54,10 @@ class ZeroArgumentsMixin:
             "(less communication, more memory)."
         },
     )
+    zero_async_save: bool | None = field(
+        default=None,
+        metadata={"help": "Copy checkpoints to host memory and write them while training goes on."},
+    )
 
     def __post_init__(self) -> None:
         for line in prepare_rank_environment():
@@ -74,7 +78,12 @@ class ZeroArgumentsMixin:
         self._settle(plugin)
 
     def _make_plugin(self) -> ZeroPlugin:
-        fields = {"zero_stage": "zero_stage", "zero_param_access": "param_access", "zero_no_sync": "no_sync"}
+        fields = {
+            "zero_stage": "zero_stage",
+            "zero_param_access": "param_access",
+            "zero_no_sync": "no_sync",
+            "zero_async_save": "async_save",
+        }
         given = {theirs: getattr(self, ours) for ours, theirs in fields.items() if getattr(self, ours) is not None}
         return ZeroPlugin(self.zero_config, **given)
 

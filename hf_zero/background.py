@@ -1,0 +1,79 @@
+"""Saves that go on in a thread: training continues as soon as the values of the moment are copied.
+
+[Note: asynchronous save] What ranks must agree on before (plans, free space, who creates files) is done in the
+foreground, and so is the copy of each rank's own slices. The rest is the same code as of any other save, run by a
+thread whose collectives have process groups of their own: they may fall between any collectives of training. All ranks
+agree on the outcome in the thread, so `wait` needs no communication and raises on every rank or on none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hf_zero.comm import Communicator
+from hf_zero.errors import ZeroCheckpointError
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Later:
+    """What remains to be done of one save, in order, and the collectives for it."""
+
+    comm: Communicator
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+
+def perform(step: Callable[[], None], later: Later | None) -> None:
+    """Do a step of a save now, or leave it to the thread."""
+    if later is None:
+        step()
+    else:
+        later.steps.append(step)
+
+
+class BackgroundSaves:
+    """At most one save at a time whose writing goes on in a thread."""
+
+    def __init__(self) -> None:
+        self._comm: Communicator | None = None
+        self._thread: threading.Thread | None = None
+        self._error: ZeroCheckpointError | None = None
+
+    def begin(self, comm: Communicator) -> Later:
+        """A new save, once the one before it is complete; a collective. Raises as `wait` does."""
+        self.wait()
+        if self._comm is None:
+            self._comm = comm.of_a_thread()
+        return Later(comm=self._comm)
+
+    def start(self, later: Later, folder: str) -> None:
+        """Do the steps of `later` in a thread; the interpreter does not end before they are done."""
+        self._thread = threading.Thread(target=self._run, args=(later, folder), name=f"save of {folder}")
+        self._thread.start()
+
+    def _run(self, later: Later, folder: str) -> None:
+        try:
+            for step in later.steps:
+                step()
+        except BaseException as error:
+            self._error = ZeroCheckpointError(f"{folder} was not written: {error}")
+            self._error.__cause__ = error
+            logger.error(str(self._error))  # nobody may wait for it any more
+
+    def finish(self) -> None:
+        """Wait for the save under way, whatever becomes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Wait for the save under way. Raises ZeroCheckpointError where it failed, on all ranks, once."""
+        self.finish()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
