@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.hang import HangMonitor
-from hf_zero.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -31,22 +28,12 @@ class Message:
 NAMELESS = Message("a tensor")
 
 
-# Kinds of offers to peers that read this rank's memory.
-_GATHER, _REDUCE = 0, 1
-
-# A sum over ranks is made in parts that stay in the processor's cache (bytes).
-_CACHED = 1 << 20
-
-# The most pieces of memory that one offer names.
-_MAX_PIECES = 256
-
-
 class Pending:
     """A collective under way. `wait` returns its result and may be called any number of times."""
 
     def __init__(
         self,
-        works: Sequence[dist.Work | Callable[[], None]],
+        works: list[dist.Work],
         finish: Callable[[], Tensor],
         label: str = "",
         monitor: HangMonitor | None = None,
@@ -74,7 +61,7 @@ class Pending:
 
     def _wait_for_works(self) -> None:
         for work in self._works:
-            work() if callable(work) else work.wait()
+            work.wait()
 
 
 def _done(tensor: Tensor) -> Pending:
@@ -86,8 +73,7 @@ class Communicator:
 
     On gloo the moves are point-to-point messages straight into their final place: gloo's own reduce-scatter is an
     all-reduce (twice the bytes), and the sum over ranks is made here in rank order, in fp32, so that it is the same
-    on every run. Where gloo's ranks are on one machine they read each other's memory instead (`peers`), with the same
-    result. NCCL uses its own collectives.
+    on every run. NCCL uses its own collectives.
 
     Gathers and reductions have separate process groups: a rank on which some parameter got no gradient starts its
     reduction later than the others, and must not meet their gathers on the same channel.
@@ -102,11 +88,9 @@ class Communicator:
         *,
         deterministic: bool = False,
         hang_timeout_s: float = 0.0,
-        peer_memory: bool = True,
     ) -> None:
         self.deterministic = deterministic
         self.monitor: HangMonitor | None = None
-        self.peers: PeerMemory | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()  # seconds that this process stood still, by kind of collective
@@ -122,10 +106,6 @@ class Communicator:
         if self.world_size > 1:
             self._reduce_group = dist.new_group(self._ranks)
             self.monitor = self._make_monitor(hang_timeout_s)
-            if self._point_to_point and peer_memory:
-                self.peers = PeerMemory.connect(self.rank, self.all_gather_object)
-            if self.peers is not None:
-                weakref.finalize(self, self.peers.leave)
 
     def _make_monitor(self, timeout_s: float) -> HangMonitor | None:
         """None where waiting does not block this process (NCCL waits on the device and has its own watchdog)."""
@@ -152,18 +132,13 @@ class Communicator:
         self.calls[kind] += 1
         self.bytes_sent[kind] += sent
 
-    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
-        """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there.
-
-        `rest` holds the same values as the own slice, end to end, in memory that does not change before `settle`.
-        """
+    def all_gather(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
+        """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there."""
         if self.world_size == 1:
             return _done(flat)
         slices = flat.chunk(self.world_size)
         own = slices[self.rank]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
-        if self.peers is not None and flat.is_cpu:
-            return self._gather_from_peers(slices, flat, what, rest)
         if self._point_to_point:
             works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
         else:
@@ -182,8 +157,6 @@ class Communicator:
         slices = flat.chunk(self.world_size)
         self._count("reduce_scatter", slices[0].nbytes * (self.world_size - 1))
         label = f"reduce-scatter of {what.name}"
-        if self.peers is not None and flat.is_cpu:
-            return self._reduce_from_peers(slices, what, label)
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = torch.empty_like(slices[self.rank])
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
@@ -258,63 +231,6 @@ class Communicator:
                 f"did not call it: weights are sharded, so call it on all ranks (not under `if is_main_process`)"
             ) from error
 
-    def settle(self, what: Message | None = None) -> None:
-        """Wait until no other rank reads `rest` of the gathers called `what` (None: of all); it may change then.
-
-        Only for gathers whose result this rank has waited for.
-        """
-        if self.peers is not None:
-            wait = functools.partial(self.peers.settle, *(() if what is None else (_GATHER, what.tag)))
-            Pending([wait], _no_tensor, "reads of this rank's weights", self.monitor, self.waited).wait()
-
-    def _gather_from_peers(
-        self, slices: Sequence[Tensor], flat: Tensor, what: Message, rest: Sequence[Tensor]
-    ) -> Pending:
-        peers, tag, own = self.peers, what.tag, slices[self.rank]
-        if not rest or rest[0].dtype != own.dtype or len(rest) > _MAX_PIECES:
-            rest = [own.clone()]  # who uses `flat` may write to it before all peers have read
-        peers.offer(_GATHER, tag, dict.fromkeys(peers.ranks, rest))
-
-        def finish() -> Tensor:
-            for step in range(1, self.world_size):  # each rank begins with another one
-                peer = (self.rank + step) % self.world_size
-                peers.read(peer, _GATHER, tag, slices[peer])
-                peers.give_back(peer, _GATHER, tag)
-            return flat
-
-        ready = functools.partial(peers.expect, _GATHER, tag)
-        return Pending([ready], finish, f"all-gather of {what.name}", self.monitor, self.waited)
-
-    def _reduce_from_peers(self, slices: Sequence[Tensor], what: Message, label: str) -> Pending:
-        peers, tag = self.peers, what.tag
-        peers.offer(_REDUCE, tag, {peer: [slices[peer]] for peer in peers.ranks})
-        own = slices[self.rank]
-
-        def finish(own: Tensor = own) -> Tensor:
-            total = _widen(own) if own.dtype.itemsize >= 4 else torch.empty_like(own, dtype=torch.float32)
-            step = _CACHED // own.itemsize
-            for at in range(0, own.numel(), step):
-                self._sum_part(own[at : at + step], total[at : at + step], at * own.itemsize, tag)
-            for peer in peers.ranks:
-                peers.give_back(peer, _REDUCE, tag)
-            return total
-
-        return Pending([functools.partial(peers.expect, _REDUCE, tag)], finish, label, self.monitor, self.waited)
-
-    def _sum_part(self, own: Tensor, total: Tensor, start: int, tag: int) -> None:
-        """Fill `total`, which may be `own`, with the sum in rank order of a part of what all ranks offer."""
-        below, theirs = torch.empty_like(total), torch.empty_like(own)
-
-        def part_of(rank: int, room: Tensor) -> Tensor:
-            if rank == self.rank:
-                return own
-            self.peers.read(rank, _REDUCE, tag, room, start)
-            return room
-
-        sum_ = _widen(part_of(0, torch.empty_like(own)))
-        for rank in range(1, self.world_size):
-            sum_ = torch.add(sum_, part_of(rank, theirs), out=total if rank >= self.rank else below)
-
     def _exchange(
         self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup, tag: int
     ) -> tuple[list[dist.Work], Callable[[], None]]:
@@ -346,10 +262,6 @@ class Communicator:
 
 def _nothing() -> None:
     """Nothing is left to be done."""
-
-
-def _no_tensor() -> Tensor:
-    return torch.empty(0)
 
 
 def _widen(tensor: Tensor) -> Tensor:
