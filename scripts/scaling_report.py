@@ -9,7 +9,15 @@ from pathlib import Path
 import transformers
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planning.formulas import NO_MASTER, PAPER, engine_state_bytes, sent_bytes, state_bytes
+from hf_zero.planning.formulas import (
+    NO_MASTER,
+    PAPER,
+    engine_state_bytes,
+    offloaded_bytes,
+    sent_bytes,
+    state_bytes,
+)
+from hf_zero.planning.homes import Home, Homes
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
 
@@ -51,6 +59,24 @@ after the backward pass.
 
 | ranks | stage | state, formula, MB | counted, MB | sent per step, formula, MB | counted, MB |
 | --- | --- | --- | --- | --- | --- |
+"""
+
+
+OFFLOAD = """
+## Offload, by the formulas only
+
+This version does not offload; `hf-zero plan --offload` predicts what it would need for a model. Per rank in bf16:
+2 bytes per parameter of weights (divided by N at stage 3), 12 / N of optimizer state, and gradients of 4 / N in host
+memory, where the optimizer runs. Buffers, the units in use and activations come on top. The cases are those that
+offload is known for; nodes have 8 GPUs, or the one.
+
+| parameters | GPUs | stage | optimizer in | weights in | GPU, GB | host of a node, GB | disk of a node, GB |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{rows}
+So 13 billion parameters on one GPU of 32 GB, the well-known figure, leave 6 GB for activations, and 70 billion on
+eight GPUs of 80 GB need more than a terabyte of host memory. A disk holds 12 to 14 bytes per parameter, 6 to 7 times
+the 16-bit model: the often-read "2 to 3 times the model", like "2 TB for a trillion parameters", counts the weights
+and leaves the optimizer state out.
 """
 
 
@@ -113,7 +139,25 @@ def scaling() -> str:
     return WIRE.format(numel=numel / 1e6) + "\n".join(lines) + "\n"
 
 
+def offloaded() -> str:
+    host = Homes(optimizer=Home.HOST)
+    all_host = Homes(optimizer=Home.HOST, parameters=Home.HOST)
+    all_disk = Homes(optimizer=Home.DISK, parameters=Home.DISK)
+    cases = [(13, 1, 2, host), (70, 8, 3, host), (70, 8, 3, all_host), (1000, 16, 3, all_disk)]
+    names = {Home.DEVICE: "GPU", Home.HOST: "host", Home.DISK: "disk"}
+    lines = []
+    for billions, ranks, stage, homes in cases:
+        held = offloaded_bytes(billions * 1e9, ranks, stage, homes)
+        cells = [held[Home.DEVICE], *(min(ranks, 8) * held[home] for home in (Home.HOST, Home.DISK))]
+        lines.append(
+            f"| {billions:,}B | {ranks} | {stage} | {names[homes.optimizer]} | {names[homes.parameters]} | "
+            + " | ".join(f"{cell / 1e9:,g}" for cell in cells)
+            + " |\n"
+        )
+    return OFFLOAD.format(rows="".join(lines))
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    Path(sys.argv[1]).write_text(HEAD + classic() + scaling())
+    Path(sys.argv[1]).write_text(HEAD + classic() + scaling() + offloaded())

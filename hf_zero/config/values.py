@@ -133,7 +133,8 @@ def byte_size(value: Any) -> int | None:
     match = _BYTE_SIZE.match(value) if isinstance(value, str) else None
     if match is None:
         return None
-    return int(float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()])
+    count = float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()]
+    return None if count == float("inf") else int(count)
 
 
 def to_size(value: Any) -> int | str:

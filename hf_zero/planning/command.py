@@ -34,6 +34,14 @@ def _run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
     config, ranks = _configuration(options)
     memory = _bytes("--gpu-memory", options.gpu_memory)
+    host_memory, nvme = (
+        None if text is None else _bytes(option, text)
+        for option, text in (("--host-memory", options.host_memory), ("--nvme", options.nvme))
+    )
+    if options.cpu and (options.offload or host_memory or nvme):
+        raise ZeroError(
+            "--cpu: the state of CPU ranks is in host memory already; leave --offload, --host-memory and --nvme out"
+        )
     from hf_zero.planning import model as models
     from hf_zero.planning import plan as plans
     from hf_zero.planning import report
@@ -52,6 +60,9 @@ def _run(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         backend="gloo" if options.cpu else "nccl",
         checkpointing=options.gradient_checkpointing,
+        offload=options.offload,
+        host_memory=host_memory,
+        nvme=nvme,
     )
     lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
     plan = plans.make_plan(_build(request, lora), request)
@@ -125,6 +136,14 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--gpus", type=_positive, help="GPUs of a node (default: num_processes of --config, else 8)")
     machine.add_argument("--nodes", type=_positive, default=1)
     machine.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of one GPU (default: 80GB)")
+    machine.add_argument(
+        "--offload",
+        action="store_true",
+        help="show what each stage would need with its state in host memory or on disk (predicted: this version does "
+        "not offload)",
+    )
+    machine.add_argument("--host-memory", metavar="SIZE", help="host memory of one node; shows offload to it")
+    machine.add_argument("--nvme", metavar="SIZE", help="free disk of one node; shows offload to it and to the host")
     machine.add_argument("--cpu", action="store_true", help="plan for CPU ranks (gloo) instead of GPUs (NCCL)")
     training = parser.add_argument_group("training")
     training.add_argument(

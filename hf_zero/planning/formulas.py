@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_zero.placement import STAGES, Placement
+from hf_zero.planning.homes import Home, Homes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,19 @@ def engine_state_bytes(parameters: float, ranks: int, stage: int) -> float:
     share = ranks if stage else 1
     weights = OURS.weight * parameters if stage < 3 else 0
     return weights + (OURS.gradient + OURS.optimizer) * parameters / share
+
+
+def offloaded_bytes(parameters: float, ranks: int, stage: int, homes: Homes) -> dict[Home, float]:
+    """What a rank would hold, by home, with its optimizer state on the host or on disk (bf16; not in this version).
+
+    Gradients are with the host, which runs the optimizer. Weights that stay on the device rest there in 16 bits, whole
+    below stage 3; buffers and the units in use come on top.
+    """
+    held = dict.fromkeys(Home, 0.0)
+    held[homes.optimizer] += OURS.optimizer * parameters / ranks
+    held[Home.HOST] += OURS.gradient * parameters / ranks
+    held[homes.parameters] += OURS.weight * parameters / (ranks if stage == 3 else 1)
+    return held
 
 
 def sent_bytes(

@@ -23,25 +23,65 @@ class _Entry:
         self.ref, self.nbytes, self.category, self.born = ref, nbytes, category, born
 
 
+class Peak:
+    """What was live when there was most of it; the categories `without` are left out.
+
+    A tensor may be seen before its owner has got hold of it, and be left out afterwards. The moments that were a peak
+    until then are therefore kept until the next look, when all tensors of before have their labels.
+    """
+
+    def __init__(self, without: Iterable[str] = ()) -> None:
+        self.without = frozenset(without)
+        self._moments: list[tuple[int, Counter[str]]] = [(0, Counter())]  # (storages seen by then, what was live)
+
+    def take(self, live: Counter[str]) -> Counter[str]:
+        return Counter({name: count for name, count in live.items() if name not in self.without})
+
+    @property
+    def live(self) -> Counter[str]:
+        return max((live for _, live in self._moments), key=Counter.total)
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.total()
+
+    def settle(self) -> None:
+        """All tensors seen so far have their labels: only the best moment matters."""
+        self._moments = [max(self._moments, key=lambda moment: moment[1].total())]
+
+    def record(self, seen: int, live: Counter[str]) -> None:
+        self._moments.append((seen, self.take(live)))
+
+    def relabel(self, born: int, nbytes: int, category: str) -> None:
+        """A tensor that was counted as an activation was of this category all the time."""
+        for seen, live in self._moments:
+            if born <= seen:
+                live[ACTIVATIONS] -= nbytes
+                if category not in self.without:
+                    live[category] += nbytes
+
+
 class StorageMeter(TorchDispatchMode):
     """Inside, knows which bytes are live, by category, and what was live when there were most.
 
     A storage counts as an activation until `label` says otherwise. Bytes of storages that are released and refilled
     without an operation (`resize_`) are read from `resizable` before every look.
+
+    Args:
+        elsewhere: categories that `peak_without` leaves out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Iterable[str] = ()) -> None:
         super().__init__()
         self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.peak_bytes = 0
+        self.peak, self.peak_without = Peak(), Peak(elsewhere)
         self.resizable: Callable[[], Iterable[Tensor]] = tuple
         self.before_peak: Callable[[], None] = tuple  # last chance to label what is live
         self.logits_width = 0
         self.most_logits = 0
         self._entries: dict[int, _Entry] = {}
         self._seen = 0
-        self._seen_at_peak = 0
+        self._settled = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -83,10 +123,9 @@ class StorageMeter(TorchDispatchMode):
             entry = self._entries[tensor.untyped_storage()._cdata]
             if entry.category == category:
                 continue
-            if entry.category == ACTIVATIONS and entry.born <= self._seen_at_peak:
-                # It was already what it is now said to be, but its owner had not got hold of it yet.
-                self.peak[ACTIVATIONS] -= entry.nbytes
-                self.peak[category] += entry.nbytes
+            if entry.category == ACTIVATIONS:
+                for peak in (self.peak, self.peak_without):
+                    peak.relabel(entry.born, entry.nbytes, category)
             self.live[entry.category] -= entry.nbytes
             entry.category, entry.nbytes = category, tensor.untyped_storage().nbytes()
             self.live[category] += entry.nbytes
@@ -102,13 +141,23 @@ class StorageMeter(TorchDispatchMode):
 
     def _look(self) -> None:
         self.refresh()
-        total = self.live.total()
-        if total > self.peak_bytes:
+        peaks = (self.peak, self.peak_without)
+        if not self._settled:
             self.before_peak()
-            self.peak_bytes, self.peak, self._seen_at_peak = total, Counter(self.live), self._seen
+            self._settled = True
+            for peak in peaks:
+                peak.settle()
+        if all(peak.take(self.live).total() <= peak.nbytes for peak in peaks):
+            return
+        self.before_peak()
+        for peak in peaks:
+            if peak.take(self.live).total() > peak.nbytes:
+                peak.record(self._seen, self.live)
+        self._settled = False
 
     def reset_peak(self) -> None:
-        self.peak_bytes, self.peak, self._seen_at_peak = 0, Counter(), 0
+        self.peak, self.peak_without = Peak(), Peak(self.peak_without.without)
+        self._settled = True
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor, *_: object) -> Tensor:

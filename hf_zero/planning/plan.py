@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.planning.homes import ON_DEVICE, Home, Homes, offloaded_homes
 from hf_zero.planning.model import BatchShape
-from hf_zero.planning.trace import OPTIMIZER_STATES, Footprint, Scenario, trace
+from hf_zero.planning.offload import offload
+from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, OPTIMIZER_STATES, Footprint, Scenario, trace
 
 
-# Kept free of a device's memory: driver, kernels' workspaces, and what the caching allocator cannot fill.
+# Kept free of a device's memory: driver, kernels' workspaces, and what the caching allocator cannot fill; and of the
+# host's: the processes themselves, data loading, the page cache.
 HEADROOM = 0.10
+_MOST_RANKS = 4096  # where the search for a number of GPUs that is enough ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,9 @@ class Request:
     optimizer: str
     backend: str
     checkpointing: bool | None = None  # None: plan both ways
+    offload: bool = False  # show what offload would need
+    host_memory: int | None = None  # of one node; None: as much as it takes
+    nvme: int | None = None  # of one node
 
     @property
     def world_size(self) -> int:
@@ -38,15 +45,34 @@ class Request:
     def usable(self) -> int:
         return int(self.gpu_memory * (1 - HEADROOM))
 
+    @property
+    def shows_offload(self) -> bool:
+        return self.offload or self.host_memory is not None or self.nvme is not None
+
+    def fits(self, footprint: Footprint) -> bool:
+        """Whether the peak fits the device, and what rests elsewhere the node."""
+        on_host, on_disk = (self.gpus * count for count in (footprint.host_bytes, footprint.disk_bytes))
+        return (
+            footprint.peak_bytes <= self.usable
+            and (self.host_memory is None or on_host <= self.host_memory * (1 - HEADROOM))
+            and (self.nvme is None or on_disk <= self.nvme)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stage."""
+    """One stage, with its state at one set of homes."""
 
     stage: int
     checkpointing: bool
     footprint: Footprint
     fits: bool
+    homes: Homes = ON_DEVICE
+
+    @property
+    def available(self) -> bool:
+        """Whether this version can train so; what it cannot is only predicted."""
+        return self.homes == ON_DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +95,17 @@ def make_plan(model: nn.Module, request: Request) -> Plan:
     if request.checkpointing is None and not getattr(model, "supports_gradient_checkpointing", False):
         ways = (False,)
     rows = [_row(model, request, stage, checkpointing) for checkpointing in ways for stage in stages]
+    elsewhere = [moved for row in rows for moved in _elsewhere(row, request)]
     recommended, reason = recommend(rows, request)
+    if recommended is None:
+        enough = _enough_gpus(model, request, ways[-1])
+        reason = ". ".join([reason, *_other_ways(elsewhere, request, enough)])
     return Plan(
         request=request,
         architecture=_architecture(model),
         parameters=sum(param.numel() for param in model.parameters()),
         trained=sum(param.numel() for param in model.parameters() if param.requires_grad),
-        rows=rows,
+        rows=rows + (elsewhere if request.shows_offload else []),
         recommended=recommended,
         reason=reason,
     )
@@ -85,10 +115,10 @@ def _architecture(model: nn.Module) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-def _row(model: nn.Module, request: Request, stage: int, checkpointing: bool) -> Row:
+def _row(model: nn.Module, request: Request, stage: int, checkpointing: bool, ranks: int | None = None) -> Row:
     scenario = Scenario(
         config=request.config.replace(zero_stage=stage),
-        world_size=request.world_size,
+        world_size=ranks or request.world_size,
         batch=request.batch,
         checkpointing=checkpointing,
         accumulation=request.accumulation,
@@ -96,12 +126,25 @@ def _row(model: nn.Module, request: Request, stage: int, checkpointing: bool) ->
         backend=request.backend,
     )
     footprint = trace(model, scenario)
-    return Row(
-        stage=stage,
-        checkpointing=checkpointing,
-        footprint=footprint,
-        fits=footprint.peak_bytes <= request.usable,
-    )
+    return Row(stage=stage, checkpointing=checkpointing, footprint=footprint, fits=request.fits(footprint))
+
+
+def _elsewhere(row: Row, request: Request) -> list[Row]:
+    """The same stage with its state at other homes; one rank, which shards nothing, stands for stages 2 and 3."""
+    rows = []
+    for stage in (row.stage,) if request.world_size > 1 else (2, 3):
+        for homes in offloaded_homes(stage, request.world_size, disk=request.offload or request.nvme is not None):
+            footprint = offload(
+                row.footprint,
+                homes,
+                stage=stage,
+                ranks=request.world_size,
+                config=request.config,
+                accumulation=request.accumulation,
+            )
+            fits = request.fits(footprint)
+            rows.append(Row(stage=stage, checkpointing=row.checkpointing, footprint=footprint, fits=fits, homes=homes))
+    return rows
 
 
 def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
@@ -132,12 +175,53 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
 
 def _nothing_fits(least: Row, request: Request) -> str:
     peak, state = least.footprint.peak_bytes, least.footprint.resident_bytes
-    advice = "a shorter sequence or a smaller micro-batch" if state < request.usable / 2 else "more GPUs, or LoRA"
     return (
-        f"nothing fits: stage {least.stage}{' with checkpointing' if least.checkpointing else ''} needs the least, "
-        f"{gigabytes(peak)} GB of {gigabytes(request.usable)} GB usable ({gigabytes(state)} GB of it at rest). "
-        f"Try {advice}"
+        f"nothing fits: stage {least.stage}{_way(least)} needs the least, "
+        f"{gigabytes(peak)} GB of {gigabytes(request.usable)} GB usable ({gigabytes(state)} GB of it at rest)"
     )
+
+
+def _way(row: Row) -> str:
+    return " with checkpointing" if row.checkpointing else ""
+
+
+def _enough_gpus(model: nn.Module, request: Request, checkpointing: bool) -> int | None:
+    """How many GPUs would be enough at stage 3, found by doubling; None where no number is."""
+    ranks = 2 * request.world_size
+    while ranks <= _MOST_RANKS:
+        row = _row(model, request, 3, checkpointing, ranks)
+        if row.fits:
+            return ranks
+        footprint = row.footprint
+        shared = sum(footprint.peak.get(name, 0) for name in ("parameters", *OPTIMIZER_CATEGORIES))
+        if footprint.peak_bytes - shared > request.usable:  # what no rank shares with others is too much
+            return None
+        ranks *= 2
+    return None
+
+
+def _other_ways(elsewhere: list[Row], request: Request, enough: int | None) -> list[str]:
+    """What could be done where nothing fits: sentences, the last one on what only offload would do."""
+    if enough is None:
+        advice = "Try a shorter sequence, a smaller micro-batch, or LoRA"
+    else:
+        advice = f"Try more GPUs ({enough} in all would fit), fewer tokens in a micro-batch, or LoRA"
+    fitting = [row for row in elsewhere if row.fits]
+    if not fitting:
+        return [advice]
+    row = min(fitting, key=lambda row: (row.homes.optimizer.distance, row.homes.parameters.distance))
+    places = {Home.HOST: "host memory", Home.DISK: "files on disk"}
+    what = f"the optimizer state in {places[row.homes.optimizer]}"
+    if row.homes.parameters is not Home.DEVICE:
+        what += f" and the weights in {places[row.homes.parameters]}"
+    needs = [f"{gigabytes(row.footprint.peak_bytes)} GB per GPU"]
+    for count, place in ((row.footprint.host_bytes, "host memory"), (row.footprint.disk_bytes, "disk")):
+        needs += [f"{gigabytes(count * request.gpus)} GB of {place} per node"] if count else []
+    return [
+        advice,
+        f"With {what}, stage {row.stage}{_way(row)} would need {' and '.join(needs)}, but this version does not "
+        "offload yet",
+    ]
 
 
 def gigabytes(count: float) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zero.planning.compare import Comparison
+from hf_zero.planning.homes import Home
 from hf_zero.planning.model import PlanError
 from hf_zero.planning.plan import HEADROOM, Plan, Row, gigabytes
 
@@ -19,11 +20,15 @@ COLUMNS = {
     "params": ("parameters",),
     "unsharded": ("unsharded parameters",),
     "grads": ("gradients",),
-    "reducing": ("unreduced gradients", "communication"),
+    "reducing": ("unreduced gradients", "communication", "transfers"),
     "optimizer": ("master weights", "optimizer states"),
     "activations": ("activations",),
     "logits": ("logits",),
 }
+
+
+NOT_AVAILABLE = "offload, not in this version"
+PLACES = {Home.DEVICE: "GPU", Home.HOST: "host memory", Home.DISK: "disk"}
 
 
 def columns(row: Row) -> dict[str, int]:
@@ -51,7 +56,7 @@ def print_table(plan: Plan, console: Console | None = None) -> None:
     table.add_column("stage")
     for name in (*COLUMNS, "peak", "at rest", "sent/step", "fits"):
         table.add_column(name, justify="right")
-    for row in plan.rows:
+    for row in _runnable(plan):
         chosen = row is plan.recommended
         cells = [gigabytes(count) if count else "-" for count in columns(row).values()]
         label = f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}"
@@ -61,19 +66,71 @@ def print_table(plan: Plan, console: Console | None = None) -> None:
     console.print(table, markup=False)
     for line in _notes(plan):
         console.print(line, markup=False, soft_wrap=True)
+    if plan.request.shows_offload:
+        _print_offload(plan, console)
+
+
+def _runnable(plan: Plan) -> list[Row]:
+    return [row for row in plan.rows if row.available]
+
+
+def _print_offload(plan: Plan, console: Console) -> None:
+    """What each stage would need with its state elsewhere; a table of its own, as nothing of it can be run."""
+    request = plan.request
+    console.print(f"\n{NOT_AVAILABLE[0].upper()}{NOT_AVAILABLE[1:]}, predicted: state in other places", markup=False)
+    disk = any(row.footprint.disk for row in plan.rows)
+    table = Table(box=None, pad_edge=False)
+    for name in ("stage", "optimizer in", "weights in"):
+        table.add_column(name)
+    for name in ("peak", "at rest", "host/node", *(["disk/node"] if disk else []), "PCIe/step"):
+        table.add_column(name, justify="right")
+    if disk:
+        table.add_column("disk/step", justify="right")
+    table.add_column("would fit", justify="right")
+    for row in plan.rows:
+        if row.available:
+            continue
+        footprint = row.footprint
+        counts = [footprint.peak_bytes, footprint.resident_bytes, request.gpus * footprint.host_bytes]
+        counts += [request.gpus * footprint.disk_bytes] if disk else []
+        counts += [footprint.pcie_bytes, *([footprint.disk_traffic] if disk else [])]
+        table.add_row(
+            f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
+            PLACES[row.homes.optimizer],
+            PLACES[row.homes.parameters],
+            *(gigabytes(count) if count else "-" for count in counts),
+            "yes" if row.fits else "no",
+        )
+    console.print(table, markup=False)
+    limits = [
+        f"{gigabytes(size)} GB of {what} per node{note}"
+        for size, what, note in (
+            (request.host_memory, "host memory", f", {HEADROOM:.0%} of it left free"),
+            (request.nvme, "disk", ""),
+        )
+        if size is not None
+    ]
+    lines = [
+        "Peak, at rest and bytes per step (PCIe both ways, disk read and written) are of one GPU, host and disk of one"
+        " node. The optimizer steps on the host.",
+        f"Would fit: the GPU as above{''.join(f', and {limit}' for limit in limits)}.",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _notes(plan: Plan) -> list[str]:
     request = plan.request
-    plain = next((row for row in plan.rows if not row.checkpointing), None)
-    checkpointed = next((row for row in plan.rows if row.checkpointing), None)
+    rows = _runnable(plan)
+    plain = next((row for row in rows if not row.checkpointing), None)
+    checkpointed = next((row for row in rows if row.checkpointing), None)
     kept = [
         f"{gigabytes(row.footprint.activations)} GB {how}"
         for row, how in ((plain, "without checkpointing"), (checkpointed, "with it"))
         if row is not None
     ]
-    largest = max(row.footprint.largest_unit for row in plan.rows)
-    logits = max(row.footprint.logits for row in plan.rows)
+    largest = max(row.footprint.largest_unit for row in rows)
+    logits = max(row.footprint.logits for row in rows)
     lines = [
         "GB (1e9 bytes) of each rank at the moment of its peak; at rest: between steps; * recommended.",
         f"A forward leaves {', '.join(kept)} for backward. Largest unit: {gigabytes(largest)} GB"
@@ -81,7 +138,7 @@ def _notes(plan: Plan) -> list[str]:
         f"Fits: the peak, with {HEADROOM:.0%} of {gigabytes(request.gpu_memory)} GB left free.",
     ]
     configured = request.config.zero_stage
-    if request.config.is_set("zero_stage") and not any(r.fits for r in plan.rows if r.stage == configured):
+    if request.config.is_set("zero_stage") and not any(r.fits for r in rows if r.stage == configured):
         lines.append(f"The configured stage {configured} does not fit.")
     if plan.recommended is None:
         return [*lines, plan.reason[0].upper() + plan.reason[1:] + "."]
@@ -105,19 +162,30 @@ def to_dict(plan: Plan) -> dict:
         "seq_len": request.batch.length,
         "gradient_accumulation_steps": request.accumulation,
         "gpu_memory": request.gpu_memory,
+        "host_memory": request.host_memory,
+        "nvme": request.nvme,
         "rows": [
             {
                 "stage": row.stage,
                 "gradient_checkpointing": row.checkpointing,
+                "available": row.available,  # what is not is predicted: this version does not offload
+                "optimizer_home": row.homes.optimizer.value,
+                "parameter_home": row.homes.parameters.value,
                 "fits": row.fits,
                 "peak_bytes": row.footprint.peak_bytes,
                 "resident_bytes": row.footprint.resident_bytes,
                 "sent_bytes_per_step": row.footprint.sent_bytes,
+                "host_bytes_per_node": request.gpus * row.footprint.host_bytes,
+                "disk_bytes_per_node": request.gpus * row.footprint.disk_bytes,
+                "pcie_bytes_per_step": row.footprint.pcie_bytes,
+                "disk_bytes_per_step": row.footprint.disk_traffic,
                 "largest_unit_bytes": row.footprint.largest_unit,
                 "activation_bytes": row.footprint.activations,
                 "logits_bytes": row.footprint.logits,
                 "peak": row.footprint.peak,
                 "resident": row.footprint.resident,
+                "host": row.footprint.host,
+                "disk": row.footprint.disk,
                 "sent": row.footprint.sent,
                 "collectives": row.footprint.calls,
             }
@@ -173,24 +241,38 @@ def check_matplotlib() -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Stacked bars, one per row, with the device's memory as a line."""
+    """Stacked bars, one per row, with the device's memory as a line; hatched: not in this version."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(1.5 + 1.1 * len(plan.rows), 4.5), layout="constrained")
     axes = figure.add_subplot()
-    labels = [f"{row.stage}{chr(10) + 'ckpt' if row.checkpointing else ''}" for row in plan.rows]
-    bottom = [0.0] * len(plan.rows)
+    bottom, places = [0.0] * len(plan.rows), range(len(plan.rows))
     for name in COLUMNS:
         heights = [columns(row)[name] / 1e9 for row in plan.rows]
         if any(heights):
-            axes.bar(labels, heights, bottom=bottom, label=name)
+            bars = axes.bar(places, heights, bottom=bottom, label=name)
+            for row, bar in zip(plan.rows, bars, strict=True):
+                bar.set_hatch(None if row.available else "//")
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.axhline(plan.request.gpu_memory / 1e9, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(places, [_tick(row) for row in plan.rows], fontsize="small")
     axes.set_xlabel("ZeRO stage")
     axes.set_ylabel("GB per rank at the peak")
     axes.set_title(f"{plan.request.name}, {plan.request.world_size} ranks")
-    axes.legend(fontsize="small")
+    handles, _ = axes.get_legend_handles_labels()
+    if plan.request.shows_offload:
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch="//", label=NOT_AVAILABLE))
+    axes.legend(handles=handles, fontsize="small")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise PlanError(f"--plot {path}: {error}") from error
+
+
+def _tick(row: Row) -> str:
+    """The stage, and below it what else the row says."""
+    lines = [str(row.stage), *(["ckpt"] if row.checkpointing else [])]
+    if not row.available:
+        lines += [f"opt: {row.homes.optimizer.value}", f"weights: {row.homes.parameters.value}"]
+    return "\n".join(lines)

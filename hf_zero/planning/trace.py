@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ OPTIMIZER_STATES = {
     "sgd": 0,
 }
 
+# What rests where the optimizer state does. (Unreduced gradients are not sharded: they stay on the device.)
+OPTIMIZER_CATEGORIES = ("gradients", "master weights", "optimizer states")
+
 _STEPS = 2  # the first records the order of units and makes the optimizer states; the second is like all others
 
 
@@ -55,20 +58,40 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank: what rests between steps, what is live at the worst moment, what a step sends."""
+    """Bytes of one rank: what rests between steps, what is live at the worst moment, what a step sends.
+
+    `resident` and `peak` are on the device, `host` and `disk` are what rests elsewhere.
+    """
 
     resident: dict[str, int]
     peak: dict[str, int]
+    peak_without_optimizer: dict[str, int] = field(
+        default_factory=dict
+    )  # the worst moment if its state were elsewhere
     sent: dict[str, int]
     calls: dict[str, int]
     largest_unit: int
     gradients: int  # after the last backward, on top of what rests
     activations: int  # what one micro-batch's forward leaves for its backward, logits included
     logits: int  # all copies of them at one time
+    trained_slices: int = 0  # this rank's share of the trained weights, in the dtype of computation
+    frozen_slices: int = 0  # the same of the frozen ones
+    host: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    pcie_bytes: int = 0  # between device and host in a step, both ways
+    disk_traffic: int = 0  # read and written in a step
 
     @property
     def resident_bytes(self) -> int:
         return sum(self.resident.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -127,7 +150,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
     Raises PlanError where the model's code asks for values, which there are none of.
     """
     _set_checkpointing(model, scenario.checkpointing)
-    meter = StorageMeter()
+    meter = StorageMeter(elsewhere=OPTIMIZER_CATEGORIES)
     comm = PlannedCommunicator(
         scenario.world_size,
         scenario.backend,
@@ -202,15 +225,22 @@ def _train(
     for unit in engine.units:
         unit.unshard() if not unit.sharded else None
     resident = {name: count for name, count in meter.live.items() if name != ACTIVATIONS and count}
+    whole = {trained: [b.full for b in engine.buffers if b.trainable is trained] for trained in (True, False)}
+    trained, frozen = (
+        sum(full.numel() * full.itemsize for full in whole[kind]) // engine.comm.world_size for kind in (True, False)
+    )
     return Footprint(
         resident=resident,
-        peak={name: count for name, count in meter.peak.items() if count},
+        peak={name: count for name, count in meter.peak.live.items() if count},
+        peak_without_optimizer={name: count for name, count in meter.peak_without.live.items() if count},
         sent=dict(engine.comm.bytes_sent),
         calls=dict(engine.comm.calls),
         largest_unit=max(sum(b.full.numel() * b.full.itemsize for b in unit.buffers) for unit in engine.units),
         gradients=gradients,
         activations=activations,
         logits=meter.most_logits,
+        trained_slices=trained,
+        frozen_slices=frozen,
     )
 
 
