@@ -20,7 +20,7 @@ from hf_zero.staging import Part, add_up, agree, stage
 
 
 STATE_NAME = "zero_state.safetensors"
-_MASTER = "master"
+MASTER = "master"
 
 
 def save_state(
@@ -49,14 +49,10 @@ def save_state(
     for buffer in buffers:
         for parameter, param, shape in zip(buffer.names, buffer.params, buffer.layout.shapes, strict=True):
             for kind, dtype in kinds[parameter].items():
-                if kind != _MASTER or id(param) not in stored:
+                if kind != MASTER or id(param) not in stored:
                     tensors[f"{parameter}.{kind}"] = (dtype, shape)
-    metadata = {
-        "format": "hf_zero",
-        "optimizers": json.dumps([_options(optimizer) for optimizer in optimizers]),
-        "extra": json.dumps(dict(extra or {})),
-        "parameters": json.dumps([parameter for buffer in buffers for parameter in buffer.names]),
-    }
+    groups = [_options(optimizer) for optimizer in optimizers]
+    metadata = header(groups, extra or {}, [parameter for buffer in buffers for parameter in buffer.names])
     file = SlicedFile(tensors, metadata)
 
     def parts() -> Iterator[Part]:
@@ -73,6 +69,16 @@ def save_state(
 
     perform(finish, later)
     return sums
+
+
+def header(optimizers: list[list[dict]], extra: Mapping[str, object], parameters: Iterable[str]) -> dict[str, str]:
+    """The metadata of the file: options and scalar states per optimizer and group, and the trained parameters."""
+    return {
+        "format": "hf_zero",
+        "optimizers": json.dumps(optimizers),
+        "extra": json.dumps(dict(extra)),
+        "parameters": json.dumps(list(parameters)),
+    }
 
 
 def load_state(
@@ -132,7 +138,7 @@ def _in_file(
 
 def _states(piece_group: MasterGroup, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The flat tensors that belong to a master group, by kind."""
-    flats = {_MASTER: piece_group.weight.detach()}
+    flats = {MASTER: piece_group.weight.detach()}
     for optimizer in optimizers:
         for kind, value in optimizer.state.get(piece_group.weight, {}).items():
             if isinstance(value, Tensor) and value.shape == piece_group.weight.shape and value.dim() == 1:
@@ -220,7 +226,7 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
             prefix = buffer.names[index] + "."
             for name in (name for name in file.tensors if name.startswith(prefix)):
                 kind = name.removeprefix(prefix)
-                if kind != _MASTER and "." not in kind:
+                if kind != MASTER and "." not in kind:
                     dtype = file.tensors[name][0]
                     optimizer.state[weight].setdefault(
                         kind, torch.zeros_like(weight, dtype=dtype, requires_grad=False)
@@ -233,7 +239,7 @@ def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> set[str]:
     known = set(json.loads(file.metadata["parameters"]))
     for buffer in buffers:
         for name, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
-            found = file.tensors.get(f"{name}.{_MASTER}")
+            found = file.tensors.get(f"{name}.{MASTER}")
             if name not in known:
                 problems.append(f"'{name}' is missing")
             elif found is None:

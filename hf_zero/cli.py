@@ -10,6 +10,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("hf_zero.config.explain", "show a configuration: every value, where it comes from, what it does"),
     "plan": ("hf_zero.planning.command", "predict the memory of every stage for a model, and recommend one"),
     "doctor": ("hf_zero.doctor", "check this machine: versions, devices, limits, disk, collectives"),
+    "convert": (
+        "hf_zero.convert.command",
+        "import a checkpoint of DeepSpeed or FSDP, export one for the stock Trainer",
+    ),
     "launch": (
         "hf_zero.launcher.start",
         "start a training script on several ranks (takes what accelerate launch takes)",

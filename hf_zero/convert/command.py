@@ -1,0 +1,74 @@
+"""``hf-zero convert``: the command line, and what a given folder is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.errors import ZeroCheckpointError, ZeroError
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(list(argv))
+    try:
+        for line in _run(options.source, options.target, options.config):
+            print(line)
+    except (ZeroError, OSError) as error:
+        print(f"hf-zero convert: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(source: Path, target: Path, config: Path | None) -> list[str]:
+    # torch and transformers take seconds to import: mistakes on the command line are told before.
+    if not source.is_dir():
+        raise ZeroCheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}")
+    from hf_zero.convert import deepspeed, folder, importing
+
+    folder.check_target(target)
+    tag = deepspeed.find(source)
+    if tag is None:
+        raise ZeroCheckpointError(_unknown(source))
+    config = folder.find_config(source, config)
+    found = deepspeed.read(source, tag)
+    written = importing.write(found, _model(config), config, target)
+    return [f"read {found.what} from {source}", f"wrote {target}: {written}"]
+
+
+def _model(config: Path):
+    """The model that a configuration describes, without values."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    from hf_zero.planning import model as models
+
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    return models.build(models.read_config(str(config)))
+
+
+def _unknown(folder: Path) -> str:
+    steps = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+    if steps:
+        return f"{folder} is a run and not a checkpoint: give one of its folders, {', '.join(steps)}"
+    return f"{folder} is no training checkpoint of DeepSpeed, FSDP (sharded) or hf_zero"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-zero convert",
+        description="Turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) into one that hf_zero resumes from, at "
+        "any stage and number of ranks. Optimizer state, schedule and step go along; SRC is only read.",
+    )
+    parser.add_argument(
+        "source", metavar="SRC", type=Path, help="checkpoint-N of the Trainer, or DeepSpeed's own folder"
+    )
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it must not exist")
+    parser.add_argument(
+        "--config", metavar="FOLDER", type=Path, help="the model's config.json and tokenizer, where SRC has none"
+    )
+    return parser

@@ -1,0 +1,95 @@
+"""Builds the resulting folder under a temporary name, from files that are carried over and files that are new."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_zero.committed import MARKER
+from hf_zero.convert.source import check_no_adapters
+from hf_zero.errors import ZeroCheckpointError
+
+
+CONFIG_NAME = "config.json"
+# Written anew, or of no use to whoever resumes; training_args.bin is a pickle of classes of the old setup.
+_REPLACED = re.compile(
+    r"(model|pytorch_model|adapter_model)([-.]\w+|-\d+-of-\d+)*\.(safetensors|bin)(\.index\.json)?|"
+    r"training_args\.bin|scaler\.pt|pytorch_model_fsdp\.bin|"
+    rf"optimizer\.(pt|bin)|{MARKER}|\..*"
+)
+# What --config adds to the files of the checkpoint: the configuration, the tokenizer and the like.
+_DESCRIBES = re.compile(r"(?!trainer_state\.json).*\.(json|jinja|model|txt)")
+
+
+def check_target(target: Path) -> None:
+    """Raise ZeroCheckpointError unless `target` can be made: its parent is there and it is not."""
+    if target.exists() or target.is_symlink():
+        raise ZeroCheckpointError(f"{target} exists: give a folder that does not exist yet")
+    if not target.absolute().parent.is_dir():
+        raise ZeroCheckpointError(f"{target.absolute().parent} does not exist: make it first")
+
+
+def find_config(folder: Path, given: Path | None) -> Path:
+    """The folder with the configuration of the model. Raises ZeroCheckpointError where there is none."""
+    check_no_adapters(folder)
+    if given is not None:
+        if not (given / CONFIG_NAME).is_file():
+            raise ZeroCheckpointError(f"--config {given}: this is no folder that holds a {CONFIG_NAME}")
+        return given
+    if not (folder / CONFIG_NAME).is_file():
+        raise ZeroCheckpointError(
+            f"{folder} holds no {CONFIG_NAME}: give the folder of the model that was trained with --config FOLDER"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, carried: Sequence[Path], nbytes: int) -> Iterator[Path]:
+    """A folder with copies of the `carried` files, which is called `target` when the block ends without an error.
+
+    Raises ZeroCheckpointError, before anything is written, where the disk has no room for them and `nbytes` more.
+    """
+    parent = target.absolute().parent
+    needed, free = nbytes + sum(path.stat().st_size for path in carried), shutil.disk_usage(parent).free
+    if needed > free:
+        raise ZeroCheckpointError(f"{parent} has {free:,} bytes free, and {needed:,} are to be written")
+    built = parent / f".{target.name}.{os.getpid()}"
+    built.mkdir()
+    try:
+        for path in carried:
+            shutil.copyfile(path, built / path.name)
+        yield built
+        check_target(target)
+        os.rename(built, target)
+    except BaseException:
+        shutil.rmtree(built, ignore_errors=True)
+        raise
+
+
+def carried_files(folder: Path, config: Path, unread: set[str]) -> list[Path]:
+    """What the result takes over as it stands: Trainer's and the tokenizer's files, `config`'s configuration."""
+    files = {path.name: path for path in folder.iterdir() if path.is_file() and not _REPLACED.fullmatch(path.name)}
+    if config != folder:
+        files |= {
+            path.name: path
+            for path in config.iterdir()
+            if (path.is_file() and _DESCRIBES.fullmatch(path.name) and not _REPLACED.fullmatch(path.name))
+            and (path.name not in files or path.name == CONFIG_NAME)
+        }
+    return [path for name, path in sorted(files.items()) if name not in unread]
+
+
+def note_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Say in the configuration in which dtype the weights are."""
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

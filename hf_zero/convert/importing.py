@@ -1,0 +1,153 @@
+"""Writes a foreign checkpoint as a committed checkpoint of ours, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import checkpoint, committed
+from hf_zero.comm import Communicator
+from hf_zero.convert.folder import carried_files, new_folder, note_dtype
+from hf_zero.convert.source import Source, Stored, some, unwrapped
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.saving import StagedWeights
+from hf_zero.saving_plan import SavePlan, logical_state, plan_pretrained
+from hf_zero.sliced_file import SlicedFile
+from hf_zero.staging import Part, stage
+
+
+SCHEDULE_NAME = "scheduler.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Match:
+    """A foreign checkpoint under the names of the model: every tensor once, under the first of its names."""
+
+    model: nn.Module
+    source: Source
+    plan: SavePlan
+    weights: dict[str, Stored]
+    states: dict[str, dict[str, Stored]]
+    members: list[list[str]]  # the parameters of every optimizer group
+
+    def needs_master(self, name: str) -> bool:
+        saved = {self.plan.dtype_of(tensor) for tensor, origin in self.plan.origins.items() if name in origin.names}
+        return saved != {torch.float32}
+
+
+def write(source: Source, model: nn.Module, config: Path, target: Path) -> str:
+    """Make `target` from a foreign checkpoint of `model`, which has no values; returns what was written, in a line.
+
+    Raises ZeroCheckpointError, before anything is written, where the checkpoint does not fit the model.
+    """
+    match = _matched(source, model)
+    state = _state_file(match)
+    carried = carried_files(source.folder, config, source.unread)
+    files = {**match.plan.files, checkpoint.STATE_NAME: state}
+    with new_folder(target, carried, sum(file.nbytes for file in files.values())) as folder:
+        note_dtype(folder, _main_dtype(match))
+        if source.schedule is not None and not (folder / SCHEDULE_NAME).exists():
+            torch.save(source.schedule, folder / SCHEDULE_NAME)
+        comm = Communicator()
+        weights = stage(folder, match.plan.files, lambda: _weight_parts(match), comm, is_main=True)
+        StagedWeights(plan=match.plan, staged=weights).commit()
+        states = stage(folder, {checkpoint.STATE_NAME: state}, lambda: _state_parts(match, state), comm, is_main=True)
+        states.commit()
+        committed.write_marker(folder, {**match.plan.by_file(weights.sums), checkpoint.STATE_NAME: states.sums})
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    kinds = sorted({kind for kinds in match.states.values() for kind in kinds})
+    return (
+        f"{len(match.plan.origins)} weights in {str(_main_dtype(match)).removeprefix('torch.')}, optimizer state "
+        f"({', '.join(kinds) or 'none'}) of {len(match.states)} trained parameters in {len(source.groups)} groups, "
+        f"{len(carried)} other files; {nbytes / 1e6:,.1f} MB"
+    )
+
+
+def _matched(source: Source, model: nn.Module) -> _Match:
+    logical = logical_state(model)
+    names = {name: unwrapped(name, logical) for name in source.weights}
+    unknown = [name for name, ours in names.items() if ours not in logical]
+    if unknown:
+        raise _misfit(source, model, f"the model has no {some(unknown)}")
+    first = {id(tensor): name for name, tensor in reversed(logical.items())}
+    firsts = {name: first[id(logical[ours])] for name, ours in names.items()}
+    # A name that is tied to a trained parameter comes before it, and gives way.
+    weights = {firsts[name]: stored for name, stored in source.weights.items()}
+    for name, stored in weights.items():
+        if stored.shape != tuple(logical[name].shape):
+            raise _misfit(source, model, f"'{name}' has shape {stored.shape}, the model's is {_shape(logical[name])}")
+    dtypes = {firsts[name]: dtype for name, dtype in source.dtypes.items() if name in firsts}
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        name = first[id(tensor)]
+        return dtypes.get(name, weights[name].dtype if name in weights else tensor.dtype)
+
+    plan = plan_pretrained(model, dtype_of)
+    missing = {name for origin in plan.origins.values() for name in origin.names} - weights.keys()
+    if missing:
+        raise _misfit(source, model, f"it lacks {some(missing)}")
+    if plan.computed:
+        raise _misfit(source, model, f"the files of such a model hold {some(plan.computed)} in a computed form")
+    return _Match(
+        model=model,
+        source=source,
+        plan=plan,
+        weights=weights,
+        states={firsts[name]: kinds for name, kinds in source.states.items()},
+        members=[[firsts[name] for name in group.names] for group in source.groups],
+    )
+
+
+def _misfit(source: Source, model: nn.Module, reason: str) -> ZeroCheckpointError:
+    return ZeroCheckpointError(f"{source.folder} does not fit {type(model).__name__}, as config.json has it: {reason}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _main_dtype(match: _Match) -> torch.dtype:
+    """The dtype of the first weight that is a floating-point number."""
+    dtypes = (match.plan.dtype_of(tensor) for tensor in match.plan.origins)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+
+
+def _state_file(match: _Match) -> SlicedFile:
+    tensors = {}
+    for name, kinds in match.states.items():
+        if match.needs_master(name):
+            tensors[f"{name}.{checkpoint.MASTER}"] = (torch.float32, match.weights[name].shape)
+        for kind, stored in kinds.items():
+            tensors[f"{name}.{kind}"] = (stored.dtype, stored.shape)
+    groups = [{"options": group.options, "scalars": group.scalars} for group in match.source.groups]
+    extra: dict[str, object] = {"members": [match.members]}
+    if match.source.loss_scale is not None:
+        extra["loss_scale"] = match.source.loss_scale
+    return SlicedFile(tensors, checkpoint.header([groups], extra, match.states))
+
+
+def _weight_parts(match: _Match) -> Iterator[Part]:
+    """Every tensor of the weight files, from the weights that it consists of."""
+    plan = match.plan
+    routes: dict[str, list[tuple[int, str, int, int]]] = {}
+    for tensor, origin in plan.origins.items():
+        for run in origin.runs or ():
+            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
+    for name, targets in routes.items():
+        for start, values in match.weights[name].parts():
+            for at, tensor, begin, numel in targets:
+                low, high = max(start, begin), min(start + values.numel(), begin + numel)
+                if low < high:
+                    yield plan.home[tensor], tensor, at + low - begin, values[low - start : high - start]
+
+
+def _state_parts(match: _Match, file: SlicedFile) -> Iterator[Part]:
+    for name, kinds in match.states.items():
+        for kind, stored in {checkpoint.MASTER: match.weights[name], **kinds}.items():
+            if f"{name}.{kind}" in file.tensors:
+                for start, values in stored.parts():
+                    yield checkpoint.STATE_NAME, f"{name}.{kind}", start, values

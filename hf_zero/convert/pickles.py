@@ -1,0 +1,93 @@
+"""Reads pickles of others without running any code of theirs: what is no tensor or plain value becomes inert."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hf_zero.errors import ZeroCheckpointError
+
+
+_DAMAGES = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, pickle.PickleError)
+
+
+class Inert:
+    """Stands in for an object of a class that is not built; it keeps what the file says about it.
+
+    `args` are those that its class would be called with, `state` is what its `__dict__` would be.
+    """
+
+    args: tuple = ()
+    state: Any = None
+
+    def __new__(cls, *args: object) -> Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args: object) -> None:
+        """As `__new__` has taken them."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _stand_in(name: str) -> type[Inert]:
+    return type(name, (Inert,), {})
+
+
+def load(path: Path) -> Any:
+    """The content of a .pt file, its tensors mapped from the file and not read.
+
+    Raises ZeroCheckpointError, naming the file, where it is damaged, or asks for something that loading must not do.
+    """
+    try:
+        # torch's restricted unpickler calls what it is told to be safe, and only that. Each foreign name has a class
+        # of its own, as the unpickler looks a class up by identity.
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(_stand_in(name), name) for name in foreign]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise ZeroCheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except _DAMAGES as error:
+        raise _unreadable(path, error) from error
+
+
+def load_part(file: BinaryIO, path: Path) -> Any:
+    """As `load`, of a .pt file that lies inside another one and was read into memory; `path` is for the message."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except _DAMAGES as error:
+        raise _unreadable(path, error) from error
+
+
+def load_plain(path: Path) -> Any:
+    """The content of a file that `pickle` wrote, with every object as `Inert`; sizes and dtypes are torch's own."""
+    try:
+        with path.open("rb") as file:
+            return _InertUnpickler(file).load()
+    except FileNotFoundError:
+        raise ZeroCheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except _DAMAGES as error:
+        raise _unreadable(path, error) from error
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch", "Size"):
+            return _size
+        found = getattr(torch, name, None) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else _stand_in(name)
+
+
+def _size(numbers: Iterable[int] = ()) -> torch.Size:
+    return torch.Size(numbers)
+
+
+def _unreadable(path: Path, error: Exception) -> ZeroCheckpointError:
+    reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+    return ZeroCheckpointError(f"{path} cannot be read: {reason}")
