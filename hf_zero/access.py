@@ -159,8 +159,8 @@ def raw_grad(param: nn.Parameter) -> Tensor | None:
 
 def take_grad(param: nn.Parameter) -> Tensor:
     """Take what autograd has left on the parameter."""
-    grad = raw_grad(param)
     with torch._C.DisableTorchFunctionSubclass():
+        grad = Tensor.grad.__get__(param)
         Tensor.grad.__set__(param, None)
     assert grad is not None
     return grad

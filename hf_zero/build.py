@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero import access
-from hf_zero.comm import Communicator, Message
+from hf_zero import access, deferred
+from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.loss_scale import LossScaler
 from hf_zero.partition import PERSISTENT, UnitPlan
+from hf_zero.pending import Message
 from hf_zero.placement import STAGES, Placement, Placements
 from hf_zero.schedule import Limits
 from hf_zero.unit import Unit, UnitListener
@@ -129,8 +130,25 @@ def make_limits(config: ZeroConfig) -> Limits:
     )
 
 
+def _agree_on_values(model: nn.Module, comm: Communicator, device: torch.device) -> None:
+    """Have all ranks mean the same values where parameters have none yet: rank 0's, whatever the seeds; a collective.
+
+    A parameter that has its values on some rank gets them on all.
+    """
+    params = list(model.parameters())
+    present = comm.all_gather_object([deferred.source_of(param) is None for param in params])
+    for param, anywhere in zip(params, map(any, zip(*present, strict=True)), strict=True):
+        source = deferred.source_of(param)
+        if source is not None and anywhere:
+            deferred.materialize(param)
+        elif source is not None:
+            for tensor in source.ingredients:
+                tensor.copy_(comm.broadcast(tensor.to(device)))
+
+
 def broadcast_buffers(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """Move module buffers to the device, with rank 0's values."""
+    """Move module buffers to the device, with rank 0's values; these also decide where parameters have none yet."""
+    _agree_on_values(model, comm, device)
     for module in model.modules():
         for name, value in module._buffers.items():
             if value is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,57 +14,9 @@ from torch import Tensor
 
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.hang import HangMonitor
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a collective carries: a name for people, and a number that tells it from others under way."""
-
-    name: str
-    tag: int = 0
-
-
-NAMELESS = Message("a tensor")
-
-
-class Pending:
-    """A collective under way. `wait` returns its result and may be called any number of times."""
-
-    def __init__(
-        self,
-        works: list[dist.Work],
-        finish: Callable[[], Tensor],
-        label: str = "",
-        monitor: HangMonitor | None = None,
-        waited: Counter[str] | None = None,
-    ) -> None:
-        self._works = works
-        self._label, self._monitor = label, monitor
-        self._waited = Counter() if waited is None else waited
-        self._finish: Callable[[], Tensor] | None = finish
-        self._result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._finish is not None:
-            began = time.perf_counter()
-            with torch.profiler.record_function(f"hf_zero::{self._label}"):
-                if self._monitor is None:
-                    self._wait_for_works()
-                else:
-                    self._monitor.wait(self._label, self._wait_for_works)
-                self._result = self._finish()
-            self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
-            self._works, self._finish = [], None
-        assert self._result is not None
-        return self._result
-
-    def _wait_for_works(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def _done(tensor: Tensor) -> Pending:
-    return Pending([], lambda: tensor)
+from hf_zero.peer_memory import PeerMemory
+from hf_zero.peer_transport import PeerTransport, Read, Settling
+from hf_zero.pending import NAMELESS, Deliver, Message, Pending, Work, deliver_parts, wide
 
 
 class Communicator:
@@ -73,7 +24,8 @@ class Communicator:
 
     On gloo the moves are point-to-point messages straight into their final place: gloo's own reduce-scatter is an
     all-reduce (twice the bytes), and the sum over ranks is made here in rank order, in fp32, so that it is the same
-    on every run. NCCL uses its own collectives.
+    on every run. Where all ranks are on one machine they read each other's memory instead, with the same result. NCCL
+    uses its own collectives.
 
     Gathers and reductions have separate process groups: a rank on which some parameter got no gradient starts its
     reduction later than the others, and must not meet their gathers on the same channel.
@@ -88,9 +40,11 @@ class Communicator:
         *,
         deterministic: bool = False,
         hang_timeout_s: float = 0.0,
+        peer_memory: bool = True,
     ) -> None:
         self.deterministic = deterministic
         self.monitor: HangMonitor | None = None
+        self._peers: PeerTransport | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()  # seconds that this process stood still, by kind of collective
@@ -106,6 +60,14 @@ class Communicator:
         if self.world_size > 1:
             self._reduce_group = dist.new_group(self._ranks)
             self.monitor = self._make_monitor(hang_timeout_s)
+            self._peers = self._connect() if peer_memory and self._point_to_point else None
+
+    def _connect(self) -> PeerTransport | None:
+        memory = PeerMemory.connect(self.rank, self.all_gather_object)
+        if memory is None:
+            return None
+        weakref.finalize(self, memory.leave)
+        return PeerTransport(self.rank, memory)
 
     def _make_monitor(self, timeout_s: float) -> HangMonitor | None:
         """None where waiting does not block this process (NCCL waits on the device and has its own watchdog)."""
@@ -132,36 +94,68 @@ class Communicator:
         self.calls[kind] += 1
         self.bytes_sent[kind] += sent
 
-    def all_gather(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
-        """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there."""
+    def _pending(self, works: Sequence[Work], finish: Callable[[], None], kind: str, what: Message) -> Pending:
+        return Pending(works, finish, f"{kind} of {what.name}", monitor=self.monitor, waited=self.waited)
+
+    def _pending_read(self, read: Read, kind: str, what: Message) -> Pending:
+        label = f"{kind} of {what.name}"
+        return Pending([read], read.finish, label, monitor=self.monitor, waited=self.waited, ready=read.ready)
+
+    def reads_peers(self, device: torch.device) -> bool:
+        """Whether ranks read each other's memory."""
+        return self._peers is not None and device.type == "cpu"
+
+    def takes_parts(self, device: torch.device) -> bool:
+        """Whether reductions read gradients where they are; otherwise they are given one flat tensor."""
+        return self.world_size == 1 or self.reads_peers(device)
+
+    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
+        """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there.
+
+        `rest` holds the same values as the own slice, end to end, in memory that does not change before `settle`.
+        """
         if self.world_size == 1:
-            return _done(flat)
+            return Pending()
         slices = flat.chunk(self.world_size)
         own = slices[self.rank]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
+        if self.reads_peers(flat.device):
+            return self._pending_read(self._peers.all_gather(flat, what.tag, rest), "all-gather", what)
         if self._point_to_point:
             works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
         else:
             works, land = [_all_gather_single(flat, own, group=self._group, async_op=True)], _nothing
+        return self._pending(works, land, "all-gather", what)
 
-        def finish() -> Tensor:
-            land()
-            return flat
+    def settle(self, what: Message | None = None) -> None:
+        """Wait until no other rank reads `rest` of the gathers called `what` (None: of all); it may change then.
 
-        return Pending(works, finish, f"all-gather of {what.name}", self.monitor, self.waited)
+        Only for gathers that this rank has waited for.
+        """
+        if self._peers is not None:
+            reads = Settling(self._peers.peers, None if what is None else what.tag)
+            self._pending([reads], _nothing, "reads", what or NAMELESS).wait()
 
-    def reduce_scatter(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
-        """Sum `flat` over ranks; the result is this rank's slice, in fp32 at least. `flat` is overwritten."""
+    def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+        """Sum over ranks; this rank's slice of the result is delivered, in fp32 at least.
+
+        `parts` are flat tensors that make up world_size equal slices, end to end: a single one, where not
+        `takes_parts`. They belong to the collective from here on.
+        """
         if self.world_size == 1:
-            return _done(_widen(flat))
+            return Pending((), lambda: deliver_parts(parts, deliver))
+        numel = sum(map(Tensor.numel, parts)) // self.world_size
+        self._count("reduce_scatter", numel * parts[0].itemsize * (self.world_size - 1))
+        if self.reads_peers(parts[0].device):
+            read = self._peers.reduce_scatter(parts, numel, what.tag, deliver)
+            return self._pending_read(read, "reduce-scatter", what)
+        (flat,) = parts
         slices = flat.chunk(self.world_size)
-        self._count("reduce_scatter", slices[0].nbytes * (self.world_size - 1))
-        label = f"reduce-scatter of {what.name}"
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = torch.empty_like(slices[self.rank])
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
             # `flat` stays referenced until the collective on its own stream is over.
-            return Pending([work], lambda flat=flat: out, label, self.monitor, self.waited)
+            return self._pending([work], lambda flat=flat: deliver(0, out), "reduce-scatter", what)
         # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
         received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
         if self._point_to_point:
@@ -170,19 +164,20 @@ class Communicator:
             works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
             land = _nothing
 
-        def finish(flat: Tensor = flat) -> Tensor:
+        def finish(flat: Tensor = flat) -> None:
             land()
-            return _sum_in_order(received)
+            deliver(0, _sum_in_order(received))
 
-        return Pending(works, finish, label, self.monitor, self.waited)
+        return self._pending(works, finish, "reduce-scatter", what)
 
-    def all_reduce(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
-        """Sum `flat` over ranks in place."""
+    def all_reduce(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+        """As `reduce_scatter`, but every rank is delivered the whole result."""
         if self.world_size == 1:
-            return _done(flat)
+            return self.reduce_scatter(parts, deliver, what)
+        (flat,) = parts
         self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
         work = dist.all_reduce(flat, group=self._reduce_group, async_op=True)
-        return Pending([work], lambda: flat, f"all-reduce of {what.name}", self.monitor, self.waited)
+        return self._pending([work], lambda: deliver(0, flat), "all-reduce", what)
 
     def agree(self, values: Tensor, largest: bool = False) -> Tensor:
         """Sum (or maximum) of a few scalars over ranks, in place: norms, overflow flags."""
@@ -264,12 +259,8 @@ def _nothing() -> None:
     """Nothing is left to be done."""
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _sum_in_order(parts: list[Tensor]) -> Tensor:
-    total = _widen(parts[0])
+    total = parts[0].to(wide(parts[0].dtype))
     for part in parts[1:]:
         total.add_(part)
     return total

@@ -66,7 +66,10 @@ class ZeroEngine:
         self.trainable = trainable
         if not isinstance(group, Communicator):
             group = Communicator(
-                group, deterministic=config.deterministic_reduce, hang_timeout_s=config.hang_timeout_s
+                group,
+                deterministic=config.deterministic_reduce,
+                hang_timeout_s=config.hang_timeout_s,
+                peer_memory=config.peer_memory,
             )
         self.comm = group
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
@@ -292,12 +295,17 @@ class ZeroEngine:
             if not unit.sharded:
                 unit.unshard()
             unit.adopt_writes()
-        self.schedule.reshard_all()
+        self.before_load()
 
     def after_step(self) -> None:
         """The masters have stepped: bring up to date whatever holds casts of them."""
         self.control.after(self._gradients())
         self.after_load()
+
+    def before_load(self) -> None:
+        """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
+        self.schedule.reshard_all()
+        self.comm.settle()
 
     def after_load(self) -> None:
         """The masters have changed: casts of them are made anew."""
@@ -306,6 +314,12 @@ class ZeroEngine:
                 unit.restore()
             else:
                 unit.begin_refresh()
+        if self.comm.reads_peers(self.device):
+            # Reading takes this process's time now or in the next forward: now, while all ranks are at the same point.
+            for unit in self.units:
+                if not unit.sharded:
+                    unit.unshard()
+            self.comm.settle()
 
 
 def _attach(model: nn.Module, engine: ZeroEngine) -> None:

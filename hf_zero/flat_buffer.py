@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero import access, deferred
-from hf_zero.comm import NAMELESS, Communicator, Message, Pending
+from hf_zero.comm import Communicator
 from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.masters import MasterGroup, Piece
+from hf_zero.pending import NAMELESS, Message, Pending
 from hf_zero.placement import Placement, Placements
 
 
@@ -156,14 +158,16 @@ class FlatBuffer:
     def gather(self) -> Pending:
         """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
         if not self.layout.padded_numel:  # nothing but parameters of no elements
-            return Pending([], lambda: self.full)
+            return Pending()
         rest = self.rest()
         with torch.no_grad():
             own = self.own
             torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
         if self.owns_slice:
-            return self.comm.all_gather(self.full, self.message)
-        return Pending([], lambda: self.full)
+            # A replicated buffer keeps what it has sent: whoever changes it settles first.
+            kept = [values for _, _, values in rest] if self.sharded else [own]
+            return self.comm.all_gather(self.full, self.message, kept)
+        return Pending()
 
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds in pieces (None: zeros); a collective."""
@@ -176,18 +180,28 @@ class FlatBuffer:
             self.comm.all_gather(flat, self.message).wait()
         return self.views(flat)
 
-    def reduce(self, partial: Tensor) -> Pending:
-        """Sum unreduced gradients (laid out as `full`) over ranks; the result is the part [begin, end)."""
-        if not self.layout.padded_numel:
-            return Pending([], lambda: partial)
-        move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
-        return move(partial, self.message)
+    @property
+    def reduces_parts(self) -> bool:
+        """Whether `reduce` takes gradients from where they are (else one flat tensor)."""
+        return (self.owns_slice or self.comm.world_size == 1) and self.comm.takes_parts(self.full.device)
 
-    def accumulate(self, reduced: Tensor, scale: float) -> None:
-        """Add `scale` times the mean over ranks to the gradients of the master groups."""
-        scale = scale / self.comm.world_size
+    def reduce(self, parts: Sequence[Tensor], scale: float) -> Pending:
+        """Add `scale` times the mean over ranks to the gradients of the master groups, once it is waited for.
+
+        `parts` are unreduced gradients, flat and end to end as the parameters are in `full`.
+        """
+        if not self.layout.padded_numel:
+            return Pending()
+        move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
+        return move(parts, functools.partial(self._accumulate, scale / self.comm.world_size), self.message)
+
+    def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
+        """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
+        stop = start + values.numel()
         for piece in self.pieces:
-            piece.group.add_grad(piece.offset, reduced[piece.start : piece.stop], scale)
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                piece.add_grad(low, values[low - start : high - start], scale)
 
     # -- writes from outside --------------------------------------------------------------------------------------
 
@@ -207,6 +221,7 @@ class FlatBuffer:
         Only elements that differ from the cast of the master change, so reading costs a master no precision.
         """
         own = self.own
+        self.comm.settle(self.message)
         with torch.no_grad():
             for start, stop, values in self.rest():
                 seen = own[start:stop]

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Pending
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.loss_scale import LossScaler
 from hf_zero.masters import Piece
+from hf_zero.pending import Pending
 
 
 class GradientBuffer:
     """Collects the gradients of a trainable buffer's parameters and reduces them over ranks.
 
-    Gradients are copied into `partial` (laid out as the parameters, in `reduce_dtype`) as autograd delivers them, so
-    that each parameter's own gradient lives only for a moment. `partial` outlives a backward pass where micro-batches
+    Where a reduction reads from many places (`FlatBuffer.reduces_parts`), gradients stay where autograd has left them.
+    Elsewhere they are copied into one flat tensor (laid out as the parameters, in `reduce_dtype`) as they arrive, so
+    that each parameter's own gradient lives only for a moment. Sums outlive a backward pass where micro-batches
     accumulate locally.
     """
 
@@ -25,62 +26,83 @@ class GradientBuffer:
         self.buffer, self.scaler = buffer, scaler
         # An fp64 model keeps its precision; everything else is reduced as configured.
         self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
-        self.partial: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._written: set[int] = set()  # parameters with a sum in `partial`
+        self._in_place = buffer.reduces_parts
+        self._flat: Tensor | None = None
+        self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, views of `_flat` if there is one
         self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
+        self.complete = False  # all of them
         self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
         self._pending: Pending | None = None
 
     @property
-    def complete(self) -> bool:
-        """Whether every parameter's gradient came in this backward pass."""
-        return len(self._arrived) == len(self.buffer.params)
+    def has_sums(self) -> bool:
+        """Whether gradients were collected and not reduced."""
+        return bool(self._sums)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that hold what is collected."""
+        return list(self._sums.values()) if self._flat is None else [self._flat]
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` over; a second one in the same window is added."""
         if grad.is_sparse:
             grad = grad.to_dense()
         self._arrived.add(index)
+        self.complete = len(self._arrived) == len(self.buffer.params)
         self.used.add(index)
-        if self.partial is None and self._fits(grad):
-            self.partial = grad.view(-1)  # the only parameter here: its gradient needs no copy
-            self._views = self.buffer.views(self.partial)
-            self._written.add(index)
-            return
-        if self.partial is None:
-            layout = self.buffer.layout
-            make = torch.zeros if layout.has_padding else torch.empty
-            self.partial = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-            self._views = self.buffer.views(self.partial)
-        if index in self._written:
-            self._views[index].add_(grad)
+        layout = self.buffer.layout
+        if index in self._sums:
+            self._sums[index].add_(grad)
+        elif self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
+            own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
+            self._sums[index] = grad if own else self._copy(grad)
         else:
-            self._views[index].copy_(grad)
-            self._written.add(index)
+            if self._flat is None:
+                make = torch.zeros if layout.has_padding else torch.empty
+                self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
+            self._sums[index] = self._room(index).copy_(grad)
 
-    def _fits(self, grad: Tensor) -> bool:
-        whole = grad.numel() == self.buffer.layout.padded_numel and grad.is_contiguous()
-        return whole and grad.dtype == self.reduce_dtype and not grad.requires_grad
+    def _copy(self, grad: Tensor) -> Tensor:
+        return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
+
+    def _room(self, index: int) -> Tensor:
+        layout = self.buffer.layout
+        offset, numel = layout.offsets[index], layout.numels[index]
+        return self._flat[offset : offset + numel].view(layout.shapes[index])
 
     def begin_reduce(self) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
         self.finish_reduce()
-        if self.partial is None:
-            self.partial = torch.zeros(
-                self.buffer.layout.padded_numel, dtype=self.reduce_dtype, device=self.buffer.full.device
-            )
-        else:
-            for index, view in enumerate(self._views):
-                if index not in self._written:
-                    view.zero_()
-        self._pending = self.buffer.reduce(self.partial)
+        self._pending = self.buffer.reduce(self._parts(), self._unscale)
         self.drop()
 
+    def _parts(self) -> list[Tensor]:
+        """Everything collected, end to end as the parameters are laid out, with zeros for what is missing."""
+        layout = self.buffer.layout
+        if self._flat is not None:
+            for index in set(range(len(layout.shapes))) - self._sums.keys():
+                self._room(index).zero_()
+            return [self._flat]
+        parts, at = [], 0
+        found = [(layout.offsets[index], self._sums[index].view(-1)) for index in sorted(self._sums)]
+        for offset, values in [*found, (layout.padded_numel, None)]:
+            if offset > at:
+                parts.append(torch.zeros(offset - at, dtype=self.reduce_dtype, device=self.buffer.full.device))
+            if values is not None and values.numel():
+                parts.append(values)
+                at = offset + values.numel()
+        return parts
+
+    @property
+    def reduction_is_ready(self) -> bool:
+        """Whether `finish_reduce` would not stand still."""
+        return self._pending is None or self._pending.ready
+
     def finish_reduce(self) -> None:
-        """Wait for a reduction under way and add its result to the gradients of the masters."""
+        """Wait for a reduction under way, whose result is added to the gradients of the masters."""
         if self._pending is not None:
-            self.buffer.accumulate(self._pending.wait(), self._unscale)
+            self._pending.wait()
             self._pending = None
 
     # -- single parameters, for people ----------------------------------------------------------------------------
@@ -92,7 +114,7 @@ class GradientBuffer:
     def local(self, param: nn.Parameter) -> Tensor | None:
         """This rank's unreduced sum for one parameter."""
         index = self.buffer.index_of(param)
-        return self._views[index] * self._unscale if index in self._written else None
+        return self._sums[index] * self._unscale if index in self._sums else None
 
     def whole(self, param: nn.Parameter) -> Tensor:
         """The mean over ranks for one parameter; a collective of the whole buffer."""
@@ -102,8 +124,8 @@ class GradientBuffer:
     def put(self, param: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of one parameter; every rank gives the same value."""
         index, flat = self.buffer.index_of(param), None if value is None else value.detach().reshape(-1)
-        if index in self._written:
-            self._views[index].copy_(torch.zeros(()) if value is None else value / self._unscale)
+        if index in self._sums:
+            self._sums[index].copy_(torch.zeros(()) if value is None else value / self._unscale)
         for piece in self.buffer.pieces:
             begin = self.buffer.begin + piece.start
             for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
@@ -126,9 +148,10 @@ class GradientBuffer:
 
     def end_backward(self) -> None:
         self._arrived.clear()
+        self.complete = False
 
     def drop(self) -> None:
         """Forget what was collected and not reduced."""
-        self.partial, self._views = None, []
-        self._written.clear()
-        self._arrived.clear()
+        self._flat = None
+        self._sums.clear()
+        self.end_backward()

@@ -17,19 +17,14 @@ class MasterGroup:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.zeros(numel, dtype=dtype, device=device).requires_grad_()
-        self._written: set[int] = set()  # offsets of the pieces that the gradient already holds
+        self.written: set[int] = set()  # offsets of the pieces that the gradient already holds
 
-    def add_grad(self, offset: int, value: Tensor, scale: float) -> None:
-        """Add `scale * value` to the gradient at `offset`; the first touch writes, so nothing needs zeroing first."""
+    def make_grad(self) -> Tensor:
+        """The gradient, with room for all pieces."""
         if self.weight.grad is None:
             self.weight.grad = torch.empty_like(self.weight, requires_grad=False)
-            self._written.clear()
-        target = self.weight.grad[offset : offset + value.numel()]
-        if offset in self._written:
-            target.add_(value, alpha=scale)
-        else:
-            torch.mul(value, scale, out=target)
-            self._written.add(offset)
+            self.written.clear()
+        return self.weight.grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +44,20 @@ class Piece:
     def grad(self) -> Tensor | None:
         grad = self.group.weight.grad
         return None if grad is None else grad[self.offset : self.offset + self.stop - self.start]
+
+    def add_grad(self, at: int, values: Tensor, scale: float) -> None:
+        """Add `scale * values` to the gradient of the elements from `at` on.
+
+        A reduction brings a piece whole, in parts, from its start on. The first one writes, so nothing needs zeroing.
+        """
+        first = self.offset + at - self.start
+        target = self.group.make_grad()[first : first + values.numel()]
+        if self.offset in self.group.written:
+            target.add_(values, alpha=scale)
+            return
+        torch.mul(values, scale, out=target)
+        if at + values.numel() == self.stop:
+            self.group.written.add(self.offset)
 
 
 class Untouched:

@@ -39,7 +39,7 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
             found[whole if buffer.sharded else "parameters"].append(buffer.full)
             if buffer.frozen_rest is not None:
                 found["parameters"].append(buffer.frozen_rest)
-        found["unreduced gradients"] += [g.partial for g in unit.gradients if g.partial is not None]
+        found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
     for group in engine.groups:
         found["master weights"].append(group.weight)
         if group.weight.grad is not None:
@@ -134,8 +134,7 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
             if weight.grad is not None:
                 count["gradients"] += numel * weight.grad.itemsize
     for gradient in unit.gradients:
-        if gradient.partial is not None:
-            count["gradients"] += gradient.partial.nbytes
+        count["gradients"] += sum(tensor.nbytes for tensor in gradient.held)
     names = ("parameters", "unsharded", "gradients", "optimizer")
     return UnitMemory(name=unit.name, **{name: count[name] for name in names})
 

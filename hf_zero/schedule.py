@@ -223,14 +223,13 @@ class Schedule:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        if self.phase is Phase.BACKWARD:
-            return
         self._enter(Phase.BACKWARD)
         self._cursor = 0
         Variable._execution_engine.queue_callback(self.finish_backward)
 
     def pre_backward(self, point: HookPoint, call: int) -> None:
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
         task = torch._C._current_graph_task_id()
         self._reshard_done(task, call, point)
         for unit in point.units:
@@ -256,7 +255,8 @@ class Schedule:
 
     def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
         """A parameter's gradient is there: take it over, and reduce what is complete."""
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
         gradient.add(index, access.take_grad(param))
         if gradient.complete and self._reducing_now:
             self._issue(lambda: self._gradients[self._cursor].complete)
@@ -275,7 +275,8 @@ class Schedule:
     def _begin_reduce(self, gradient: GradientBuffer) -> None:
         gradient.begin_reduce()
         self._reducing.append(gradient)
-        if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap else 0):
+        allowed = _MAX_REDUCTIONS if self.limits.overlap else 0
+        while self._reducing and (len(self._reducing) > allowed or self._reducing[0].reduction_is_ready):
             self._reducing.popleft().finish_reduce()
 
     def finish_backward(self) -> None:
@@ -291,7 +292,7 @@ class Schedule:
         """Reduce everything that has not been reduced in this pass, and wait for it."""
         self._issue(lambda: True)
         for gradient in self._gradients:
-            if gradient.partial is not None:  # came after its reduction (reentrant checkpointing)
+            if gradient.has_sums:  # came after its reduction (reentrant checkpointing)
                 self._begin_reduce(gradient)
         while self._reducing:
             self._reducing.popleft().finish_reduce()
@@ -302,7 +303,7 @@ class Schedule:
     @property
     def has_local_gradients(self) -> bool:
         """Whether micro-batches have left sums that were not reduced yet."""
-        return any(gradient.partial is not None for gradient in self._gradients)
+        return any(gradient.has_sums for gradient in self._gradients)
 
     def drop_gradients(self) -> None:
         for gradient in self._gradients:

@@ -10,10 +10,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from hf_zero import access
-from hf_zero.comm import Pending
 from hf_zero.errors import ZeroAccessError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
+from hf_zero.pending import Pending
 
 
 class UnitState(Enum):
@@ -208,6 +208,7 @@ class Unit:
         for buffer in self.buffers:
             if buffer.rest():
                 buffer.gather().wait()
+                buffer.comm.settle(buffer.message)
 
 
 def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:

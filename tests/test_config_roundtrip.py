@@ -30,6 +30,7 @@ FIELDS = {
     "train_micro_batch_size_per_gpu": owned,
     "overlap_comm": st.booleans(),
     "deterministic_reduce": st.booleans(),
+    "peer_memory": st.booleans(),
     "async_save": st.booleans(),
     "no_sync": st.sampled_from(["reduce", "local"]),
     "reduce_bucket_size": sizes,

@@ -24,10 +24,10 @@ LAYERS = 4
 # Calls of hf_zero's Python functions, at most: for a step, for each layer of 9 parameters, for each further parameter.
 # Whoever adds work in steady state has to raise a number here; whoever removes some lowers it.
 CALLS = {
-    0: (300, 132, 6),
-    1: (340, 145, 6),
-    2: (340, 145, 6),
-    3: (395, 200, 6),
+    0: (325, 120, 5),
+    1: (355, 133, 5),
+    2: (355, 133, 5),
+    3: (410, 188, 5),
 }
 
 
@@ -167,7 +167,8 @@ def python_calls(action):
 def check_python_calls(stage):
     counts = {}
     for layers, biases in ((2, False), (6, False), (6, True)):
-        run = Run(stage, layers=layers, biases=biases).settle()
+        # Sent messages take the same calls every time; how often a rank looks for a peer's offer is chance.
+        run = Run(stage, layers=layers, biases=biases, peer_memory=False).settle()
         counts[layers, biases] = sum(python_calls(run.window).values())
     per_param = (counts[6, True] - counts[6, False]) / (6 * BIASES)
     per_layer = (counts[6, False] - counts[2, False]) / 4
@@ -199,17 +200,23 @@ def allocations(action, folder):
     return Counter(size for size in sizes if size > 0)
 
 
+@pytest.mark.parametrize("peer_memory", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=2)
-def test_flat_storages_allocated_in_a_step(stage, tmp_path):
-    """Each layer's gradients are collected in one storage and received in one slice from each other rank; at stage 3
-    its weights get one storage in forward and one in backward. The gradients of all masters are one storage."""
-    run = Run(stage).settle()
+def test_flat_storages_allocated_in_a_step(stage, peer_memory, tmp_path):
+    """Each layer's gradients are collected in one storage and received in one slice from each other rank; where ranks
+    read each other's memory they stay where they are, and only a part of the slice is put together and read at a time
+    (here: all of it). At stage 3 a layer's weights get one storage in forward and one in backward. The gradients of
+    all masters are one storage."""
+    run = Run(stage, peer_memory=peer_memory).settle()
     (layer,) = {buffer.layout.padded_numel * 4 for unit in run.units[1:-1] for buffer in unit.buffers}
     (master,) = (group.weight.nbytes for group in run.engine.groups)
     largest_gradient = max(param.numel() for param in run.model.model.layers.parameters()) * 4
     assert largest_gradient < layer // 2 < layer < master, (largest_gradient, layer, master)
     found = allocations(run.window, tmp_path)
-    wanted = {layer: LAYERS * (3 if stage == 3 else 1), layer // 2: LAYERS, master: 1}
+    weights, sums, slices = (2 if stage == 3 else 0), (0 if peer_memory else 1), (2 if peer_memory else 1)
+    if peer_memory and dist.get_rank() == 0:
+        slices += 1  # the sum begins with this rank's own part, which stays as it is
+    wanted = Counter({layer: LAYERS * (weights + sums), layer // 2: LAYERS * slices, master: 1})
     flat = {size: count for size, count in found.items() if size >= layer // 2}
-    assert flat == wanted, f"bytes: times allocated {flat}, expected {wanted}"
+    assert flat == +wanted, f"bytes: times allocated {flat}, expected {wanted}"

@@ -65,6 +65,8 @@ def check_resident_bytes(stage, precision):
     for step in range(2):
         engine.backward(model(**batch(model, step)).loss)
         if step == 1:
+            dist.barrier()  # the other ranks have read this one's gradients...
+            engine.comm.settle()  # ...and this one has heard of it
             check_bytes(live_bytes() - before, FORMULAS[stage][0](width, ranks) * numel, "after backward")
         optimizer.step()
         optimizer.zero_grad()

@@ -26,6 +26,7 @@ _BOOLEANS = (
     "zero3_save_16bit_model",
     "overlap_comm",
     "deterministic_reduce",
+    "peer_memory",
     "async_save",
     "consecutive_hysteresis",
     "check_grad_overflow",

@@ -14,6 +14,7 @@ DESCRIPTIONS: dict[str, str] = {
     "train_batch_size": "samples per update: micro-batch x accumulation x ranks; checked",
     "overlap_comm": "communicate beside the computation; the numbers stay the same",
     "deterministic_reduce": "sum gradients in rank order, so that stages agree bit for bit",
+    "peer_memory": "CPU ranks of one machine read each other's memory instead of sending",
     "no_sync": "stages 2-3 under no_sync: reduce every micro-batch, or keep local gradients",
     "reduce_bucket_size": "elements per gradient reduction (stages 0-2)",
     "allgather_bucket_size": "elements per all-gather of updated weights (stages 1-2)",

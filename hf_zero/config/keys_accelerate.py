@@ -148,6 +148,7 @@ OWN_KEYS: dict[str, Key] = table(
     honoured("param_access", "param_access", values.to_text, "reading a sharded weight: gather it or raise"),
     honoured("no_sync", "no_sync", values.to_text, "stages 2-3 under no_sync: reduce, or keep local gradients"),
     honoured("deterministic_reduce", "deterministic_reduce", values.to_bool, "gradients summed in rank order"),
+    honoured("peer_memory", "peer_memory", values.to_bool, "CPU ranks of one machine read each other's memory"),
     honoured("async_save", "async_save", values.to_bool, "checkpoints are written while training goes on"),
     honoured("max_consecutive_skips", "max_consecutive_skips", values.to_int, "skipped steps before an error"),
     honoured("hang_timeout_s", "hang_timeout_s", values.to_float, "seconds before a waiting rank is named"),

@@ -43,6 +43,7 @@ class ZeroConfig:
     # Communication.
     overlap_comm: bool = True
     deterministic_reduce: bool = False
+    peer_memory: bool = True
     no_sync: str = "reduce"
     reduce_bucket_size: Size | Auto = 500_000_000
     allgather_bucket_size: Size | Auto = 500_000_000

@@ -31,11 +31,19 @@ def save_engine(
     later: Later | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
-    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
+    extra: dict[str, object] = {"members": _members(engine)}
+    if engine.scaler is not None:
+        extra["loss_scale"] = engine.scaler.state_dict()
     sums = checkpoint.save_state(
         folder, engine.buffers, engine.optimizers, engine.comm, name, is_main, stored, extra, later
     )
     return {name: sums}
+
+
+def _members(engine: ZeroEngine) -> list[list[list[str]]]:
+    """The names of the parameters of every optimizer and group, in the order in which the optimizer was given them."""
+    names = {param: name for buffer in engine.buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    return [[[names[param] for param in params] for params in binding.groups] for binding in engine.bindings]
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm import NAMELESS, Communicator, Message, Pending
+from hf_zero.comm import Communicator
+from hf_zero.pending import NAMELESS, Deliver, Message, Pending, wide
+
+
+_CHUNK = 1 << 18  # elements of a part that is read from a peer's memory
 
 
 class PlannedCommunicator(Communicator):
@@ -16,6 +20,7 @@ class PlannedCommunicator(Communicator):
 
     Args:
         backend: "gloo" or "nccl", which decides, with `deterministic`, what a reduction allocates.
+        peer_memory: gloo's ranks are on one machine and read each other's memory.
         on_buffer: called with tensors that exist only for a collective.
     """
 
@@ -24,7 +29,8 @@ class PlannedCommunicator(Communicator):
         world_size: int,
         backend: str,
         *,
-        deterministic: bool = True,
+        deterministic: bool = False,
+        peer_memory: bool = True,
         on_buffer: Callable[[list[Tensor]], None] = len,
     ) -> None:
         self.deterministic, self.monitor = deterministic, None
@@ -32,32 +38,49 @@ class PlannedCommunicator(Communicator):
         self.bytes_sent: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
         self.rank, self.world_size, self.backend = 0, world_size, backend
-        self.deterministic, self.monitor = False, None
+        self._reads_peers = peer_memory and backend == "gloo"
         self._on_buffer = on_buffer
 
-    def all_gather(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
+    def reads_peers(self, device: torch.device) -> bool:
+        return self._reads_peers
+
+    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
         if self.world_size > 1:
             self._count("all_gather", flat.nbytes // self.world_size * (self.world_size - 1))
-        return Pending([], lambda: flat)
+        return Pending()
 
-    def reduce_scatter(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
+    def settle(self, what: Message | None = None) -> None:
+        """Nobody reads."""
+
+    def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
         if self.world_size == 1:
-            return super().reduce_scatter(flat)
-        own, *others = flat.chunk(self.world_size)
-        self._count("reduce_scatter", own.nbytes * (self.world_size - 1))
-        if self.backend == "nccl" and not self.deterministic and flat.dtype == torch.float32:
-            received = [torch.empty_like(own)]
-        else:  # a message from every other rank, and the sum in fp32
-            received = [own, *(torch.empty_like(other) for other in others)]
-        self._on_buffer([flat, *received])
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        return Pending([], lambda: received[0].to(wide))
+            return super().reduce_scatter(parts, deliver)
+        numel = sum(part.numel() for part in parts) // self.world_size
+        self._count("reduce_scatter", numel * parts[0].itemsize * (self.world_size - 1))
+        held = self._received(parts[0], numel)
+        self._on_buffer([*parts, *held])
+        room = held[0] if held else parts[0].new_empty(min(numel, _CHUNK))
 
-    def all_reduce(self, flat: Tensor, what: Message = NAMELESS) -> Pending:
-        if self.world_size > 1:
-            self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
-            self._on_buffer([flat])
-        return Pending([], lambda: flat)
+        def finish(parts: Sequence[Tensor] = parts) -> None:
+            for at in range(0, numel, room.numel()):
+                deliver(at, room[: numel - at].to(wide(room.dtype)))
+
+        return Pending((), finish, ready=lambda: self._reads_peers)
+
+    def _received(self, sent: Tensor, numel: int) -> list[Tensor]:
+        """Messages that are held until they are added up; peers' memory is read in small parts instead."""
+        if self._reads_peers:
+            return []
+        one = self.backend == "nccl" and not self.deterministic and sent.dtype == torch.float32
+        return [sent.new_empty(numel) for _ in range(1 if one else self.world_size - 1)]
+
+    def all_reduce(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+        if self.world_size == 1:
+            return super().reduce_scatter(parts, deliver)
+        (flat,) = parts
+        self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
+        self._on_buffer([flat])
+        return Pending((), lambda: deliver(0, flat))
 
     def agree(self, values: Tensor, largest: bool = False) -> Tensor:
         if self.world_size > 1:

@@ -155,6 +155,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
         scenario.world_size,
         scenario.backend,
         deterministic=scenario.config.deterministic_reduce,
+        peer_memory=scenario.config.peer_memory,
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
     )
     with meter:
