@@ -1,0 +1,188 @@
+"""Writes one of our checkpoints as the stock Trainer's: weights in fp32, and torch's own state of the optimizer."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import checkpoint, committed
+from hf_zero.comm import Communicator
+from hf_zero.convert.folder import carried_files, find_config, new_folder, note_dtype
+from hf_zero.convert.source import check_no_adapters
+from hf_zero.errors import ZeroCheckpointError
+from hf_zero.loading import weight_files
+from hf_zero.saving import StagedWeights
+from hf_zero.saving_plan import INDEX_NAME, SavePlan, plan_pretrained
+from hf_zero.sliced_file import SlicedFile
+from hf_zero.staging import Part, stage
+
+
+_OPTIMIZER_NAME, _SCALER_NAME = "optimizer.pt", "scaler.pt"
+_RANDOM_NAME, _RANDOM_OF_RANK_0 = "rng_state.pth", "rng_state_0.pth"
+# What torch's gradient scaler begins with, but for the scale.
+_SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+def find(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint of ours."""
+    return (folder / checkpoint.STATE_NAME).is_file()
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """A checkpoint of ours, its tensors mapped from the files and not read."""
+
+    folder: Path
+
+    @cached_property
+    def state(self) -> SlicedFile:
+        return SlicedFile.open(self.folder / checkpoint.STATE_NAME)
+
+    @cached_property
+    def home(self) -> dict[str, str]:
+        """The file of every tensor of the model."""
+        return weight_files(self.folder)
+
+    @cached_property
+    def _layouts(self) -> dict[str, SlicedFile]:
+        return {file: SlicedFile.open(self.folder / file) for file in set(self.home.values())}
+
+    def weight(self, tensor: str) -> Tensor:
+        """A tensor of the model's files, flat."""
+        file = self.home[tensor]
+        return _mapped(self.folder / file, self._layouts[file], tensor).view(-1)
+
+    def state_tensor(self, name: str) -> Tensor:
+        return _mapped(self.folder / checkpoint.STATE_NAME, self.state, name)
+
+    @property
+    def masters(self) -> set[str]:
+        """The parameters whose masters are not in the model's files."""
+        ending = f".{checkpoint.MASTER}"
+        return {name.removesuffix(ending) for name in self.state.tensors if name.endswith(ending)}
+
+    def has_half_weights(self) -> bool:
+        dtypes = {dtype for layout in self._layouts.values() for dtype, _ in layout.tensors.values()}
+        return bool(dtypes & {torch.bfloat16, torch.float16})
+
+    @cached_property
+    def optimizer(self) -> tuple[list[dict], list[list[str]], dict]:
+        """Options and scalars of every group, the names of its parameters, and what else was kept."""
+        optimizers, extra = (json.loads(self.state.metadata[key]) for key in ("optimizers", "extra"))
+        if len(optimizers) != 1:
+            raise ZeroCheckpointError(f"{self.folder} has {len(optimizers)} optimizers: the stock Trainer has one")
+        if "members" not in extra:
+            raise ZeroCheckpointError(
+                f"{self.folder} was saved by an older hf_zero, without the names of the parameters of each optimizer "
+                "group: resume from it and save again"
+            )
+        return optimizers[0], extra["members"][0], extra
+
+
+def write(folder: Path, config: Path | None, build: Callable[[Path], nn.Module], target: Path) -> str:
+    """Make `target` from a checkpoint of ours; `build` makes the model of a configuration, without values.
+
+    Returns what was written, in a line. Raises ZeroCheckpointError, before anything is written, where the checkpoint
+    is damaged or cannot be expressed.
+    """
+    check_no_adapters(folder)
+    if not committed.is_committed(folder):
+        raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {committed.MARKER} file)")
+    committed.check_files(folder)
+    committed.check_tensors(folder)
+    ours = _Ours(folder)
+    groups, members, extra = ours.optimizer
+    config = find_config(folder, config)
+    carried = carried_files(folder, config, {checkpoint.STATE_NAME})
+    plan = _plan_fp32(build(config), ours) if ours.has_half_weights() else None
+    if plan is None:
+        carried += [folder / file for file in sorted(set(ours.home.values()))]
+        carried += [folder / INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
+    written = sum(file.nbytes for file in plan.files.values()) if plan is not None else 0
+    with new_folder(target, carried, written + ours.state.nbytes) as built:
+        if plan is not None:
+            staged = stage(built, plan.files, lambda: _weight_parts(plan, ours), Communicator(), is_main=True)
+            StagedWeights(plan=plan, staged=staged).commit()
+            note_dtype(built, torch.float32)
+        torch.save(_state_dict(ours, groups, members), built / _OPTIMIZER_NAME)
+        if "loss_scale" in extra:
+            scale = {"scale": extra["loss_scale"]["scale"], "_growth_tracker": extra["loss_scale"]["since_overflow"]}
+            torch.save({**_SCALER, **scale}, built / _SCALER_NAME)
+        if (built / _RANDOM_OF_RANK_0).exists() and not (built / _RANDOM_NAME).exists():
+            shutil.copyfile(built / _RANDOM_OF_RANK_0, built / _RANDOM_NAME)  # of a run with one process
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    count = sum(len(names) for names in members)
+    return f"weights in fp32, {_OPTIMIZER_NAME} of {count} parameters in {len(groups)} groups; {nbytes / 1e6:,.1f} MB"
+
+
+def _state_dict(ours: _Ours, groups: list[dict], members: list[list[str]]) -> dict:
+    """The state of the optimizer as torch gives it: parameters are numbers, in the order of the groups."""
+    kinds: dict[str, list[str]] = {}
+    for name in ours.state.tensors:
+        parameter, kind = name.rsplit(".", 1)
+        if kind != checkpoint.MASTER:
+            kinds.setdefault(parameter, []).append(kind)
+    state, described, number = {}, [], 0
+    for group, names in zip(groups, members, strict=True):
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
+        described.append({**options, "params": list(range(number, number + len(names)))})
+        for name in names:
+            if name in kinds:
+                tensors = {kind: ours.state_tensor(f"{name}.{kind}") for kind in kinds[name]}
+                state[number] = {**{kind: _scalar(value) for kind, value in group["scalars"].items()}, **tensors}
+            number += 1
+    return {"state": state, "param_groups": described}
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return value
+
+
+def _plan_fp32(model: nn.Module, ours: _Ours) -> SavePlan:
+    """The weight files of the model in fp32."""
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        return torch.float32 if tensor.is_floating_point() else tensor.dtype
+
+    plan = plan_pretrained(model, dtype_of)
+    if plan.computed or plan.origins.keys() != ours.home.keys():
+        raise ZeroCheckpointError(
+            f"{ours.folder} holds other weights than {type(model).__name__}, as its config.json has it, would save"
+        )
+    return plan
+
+
+def _weight_parts(plan: SavePlan, ours: _Ours) -> Iterator[Part]:
+    """Every tensor of the new files: from masters where there are some, from our files where there are none."""
+    masters = ours.masters
+    for tensor, origin in plan.origins.items():
+        for run in origin.runs or ():
+            if run.name in masters:
+                flat, begin = ours.state_tensor(f"{run.name}.{checkpoint.MASTER}").view(-1), run.start
+            else:
+                flat, begin = ours.weight(tensor), run.at
+            yield plan.home[tensor], tensor, run.at, flat[begin : begin + run.numel]
+
+
+def _mapped(path: Path, layout: SlicedFile, name: str) -> Tensor:
+    """A tensor whose memory is the file; each has a storage of its own, as a pickle holds whole storages."""
+    dtype, shape = layout.tensors[name]
+    nbytes = dtype.itemsize * torch.Size(shape).numel()
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    begin = layout.position(name, 0)
+    page = begin - begin % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        # Copy-on-write, since torch has no read-only tensors; nothing is written.
+        pages = mmap.mmap(file.fileno(), begin + nbytes - page, access=mmap.ACCESS_COPY, offset=page)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=begin - page).view(dtype).view(shape)
