@@ -42,7 +42,7 @@ def converted(case, folder):
 
 
 def resume(case, run, checkpoint, batch, stage=None, **more):
-    """The losses after the checkpoint, by step; `stage=None` is the stock Trainer."""
+    """The losses after the third step, by step; `stage=None` is the stock Trainer, no `checkpoint` the whole run."""
     forget_accelerate()
     arguments = {
         "output_dir": str(run),
@@ -63,7 +63,7 @@ def resume(case, run, checkpoint, batch, stage=None, **more):
             arguments["deepspeed"] = {"scheduler": CASES[case]["more"]["scheduler"]}
         args = hf_zero.ZeroTrainingArguments(zero_stage=stage, **arguments)
         trainer = hf_zero.ZeroTrainer(model=model, args=args, train_dataset=data)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     history = trainer.state.log_history
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry and entry["step"] > SAVED}
 

@@ -26,9 +26,12 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
     if not source.is_dir():
         raise ZeroCheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}")
-    from hf_zero.convert import deepspeed, folder, importing
+    from hf_zero.convert import deepspeed, folder, importing, torch_optimizer
 
     folder.check_target(target)
+    if torch_optimizer.find(source):
+        written = torch_optimizer.write(source, config, _model, target)
+        return [f"read a checkpoint of hf_zero from {source}", f"wrote {target}: {written}"]
     tag = deepspeed.find(source)
     if tag is None:
         raise ZeroCheckpointError(_unknown(source))
@@ -61,8 +64,9 @@ def _unknown(folder: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-zero convert",
-        description="Turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) into one that hf_zero resumes from, at "
-        "any stage and number of ranks. Optimizer state, schedule and step go along; SRC is only read.",
+        description="Import: turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) into one that "
+        "hf_zero resumes from, at any stage and number of ranks. Export: turn a checkpoint of hf_zero into one that "
+        "the stock Trainer resumes from in one process. What SRC is decides which; it is only read.",
     )
     parser.add_argument(
         "source", metavar="SRC", type=Path, help="checkpoint-N of the Trainer, or DeepSpeed's own folder"
