@@ -26,17 +26,17 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
     if not source.is_dir():
         raise ZeroCheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}")
-    from hf_zero.convert import deepspeed, folder, importing, torch_optimizer
+    from hf_zero.convert import deepspeed, folder, fsdp, importing, torch_optimizer
 
     folder.check_target(target)
     if torch_optimizer.find(source):
         written = torch_optimizer.write(source, config, _model, target)
         return [f"read a checkpoint of hf_zero from {source}", f"wrote {target}: {written}"]
     tag = deepspeed.find(source)
-    if tag is None:
+    if tag is None and not fsdp.find(source):
         raise ZeroCheckpointError(_unknown(source))
     config = folder.find_config(source, config)
-    found = deepspeed.read(source, tag)
+    found = deepspeed.read(source, tag) if tag is not None else fsdp.read(source)
     written = importing.write(found, _model(config), config, target)
     return [f"read {found.what} from {source}", f"wrote {target}: {written}"]
 
@@ -64,7 +64,7 @@ def _unknown(folder: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-zero convert",
-        description="Import: turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) into one that "
+        description="Import: turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) or FSDP (sharded) into one that "
         "hf_zero resumes from, at any stage and number of ranks. Export: turn a checkpoint of hf_zero into one that "
         "the stock Trainer resumes from in one process. What SRC is decides which; it is only read.",
     )

@@ -45,6 +45,15 @@ def find(folder: Path) -> bool:
 
 def read(folder: Path) -> Source:
     """The checkpoint in `folder`. Raises ZeroCheckpointError for what is not complete."""
+    try:
+        return _read(folder)
+    except (KeyError, IndexError, AttributeError) as error:
+        raise ZeroCheckpointError(
+            f"{folder} is not laid out as accelerate's FSDP checkpoints are: {error!r}"
+        ) from error
+
+
+def _read(folder: Path) -> Source:
     model, optimizer = _Sharded(folder / MODEL_NAME), _Sharded(folder / OPTIMIZER_NAME)
     weights = {path[1]: model.stored(key) for key, path in model.paths.items()}
     states: dict[str, dict[str, Stored]] = {}
@@ -98,8 +107,8 @@ class _Sharded:
         """(first index, place in the files) of all parts, by entry."""
         found: dict[str, list] = {}
         for index, info in self._metadata["storage_data"].items():
-            offset = index.state["offset"]
-            found.setdefault(index.state["fqn"], []).append((tuple(offset or ()), info.state))
+            offset = index.state.get("offset") or ()  # an entry that is no tensor has none
+            found.setdefault(index.state["fqn"], []).append((tuple(offset), info.state))
         for parts in found.values():
             for _, info in parts:
                 path = self.folder / info["relative_path"]
