@@ -84,7 +84,9 @@ class Communicator:
 
     def of_a_thread(self) -> Communicator:
         """The same ranks on gloo groups of their own, whose collectives may fall between any others; a collective."""
-        return Communicator(dist.new_group(self._ranks, backend="gloo")) if self.world_size > 1 else self
+        if self.world_size == 1:
+            return self
+        return Communicator(dist.new_group(self._ranks, backend="gloo"), peer_memory=False)
 
     @property
     def _point_to_point(self) -> bool:

@@ -1,11 +1,13 @@
-"""Parameters whose values still lie in files: a flat buffer reads its slice, any other use reads them whole."""
+"""Parameters without values: a flat buffer reads its slice from a file, say; any other use reads them whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -17,6 +19,10 @@ class Source(Protocol):
 
     def read(self, start: int, target: Tensor) -> None:
         """Fill a flat tensor with elements `start` and following."""
+
+    @property
+    def ingredients(self) -> Sequence[Tensor]:
+        """What the values are made from, where it may differ between ranks."""
 
 
 _NEEDS_NO_VALUES = access.METADATA | {Tensor.requires_grad.__set__}
@@ -32,7 +38,7 @@ class DeferredParameter(nn.Parameter):
         if func not in _NEEDS_NO_VALUES:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, DeferredParameter):
-                    _materialize(leaf)
+                    materialize(leaf)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -43,16 +49,26 @@ class DeferredParameter(nn.Parameter):
 
     def __repr__(self) -> str:
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Parameter(still in a file, shape={tuple(self.shape)}, dtype={self.dtype})"
+            return f"Parameter(no values yet, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def deferred(shape: torch.Size, dtype: torch.dtype, source: Source, requires_grad: bool) -> DeferredParameter:
     """A parameter that takes next to no memory, whose values `source` has."""
-    shell = torch.empty((), dtype=dtype).expand(shape)
-    param = nn.Parameter(shell, requires_grad=requires_grad)
+    param = nn.Parameter(torch.empty((), dtype=dtype).expand(shape), requires_grad=requires_grad)
+    defer(param, source)
+    return param
+
+
+def defer(param: nn.Parameter, source: Source) -> None:
+    """Make `param` one whose values only `source` has; its memory is free."""
+    access.point_to(param, torch.empty((), dtype=param.dtype).expand(param.shape))
     param.__class__ = DeferredParameter
     _sources[param] = source
-    return param
+
+
+def source_of(param: nn.Parameter) -> Source | None:
+    """Where the values of a parameter can be read, None where it has them."""
+    return _sources[param] if isinstance(param, DeferredParameter) else None
 
 
 def take(param: nn.Parameter) -> Source | None:
@@ -63,8 +79,10 @@ def take(param: nn.Parameter) -> Source | None:
     return _sources.pop(param)
 
 
-def _materialize(param: DeferredParameter) -> None:
+def materialize(param: DeferredParameter) -> None:
+    """Give the parameter its values."""
     source = take(param)
-    values = torch.empty(param.shape, dtype=param.dtype)
-    source.read(0, values.view(-1))
+    with _disable_current_modes():  # a mode that watches operations does not see what comes from a file
+        values = torch.empty(param.shape, dtype=param.dtype)
+        source.read(0, values.view(-1))
     access.point_to(param, values)

@@ -210,3 +210,19 @@ def test_torch_offers_the_entry_point_group_and_the_new_collective_names():
     assert 'group_name = "torch.backends"' in inspect.getsource(torch)
     for name in ("all_gather_single", "reduce_scatter_single"):
         assert hasattr(torch.distributed, name) or hasattr(torch.distributed, f"{name.replace('single', 'tensor')}")
+
+
+def test_a_storage_can_be_found_again_and_tells_who_holds_it():
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tensor = torch.ones(3)
+    memory = tensor.untyped_storage()
+    ref = StorageWeakRef(memory)
+    assert ref.cdata == memory._cdata and torch._C._storage_Use_Count(memory._cdata) == 2
+    alias = tensor.detach()
+    assert torch._C._storage_Use_Count(memory._cdata) == 3
+    del memory, tensor, alias
+    assert torch.UntypedStorage._new_with_weak_ptr(ref.cdata) is None
+    with _disable_current_modes():
+        pass

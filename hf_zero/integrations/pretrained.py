@@ -1,4 +1,4 @@
-"""`zero_init`: `from_pretrained` that leaves weights in their files until each rank reads its slices.
+"""`zero_init`: models whose weights stay in their files, or are initialised, until each rank takes its slices.
 
 transformers builds the model and resolves files, dtype, renames and converters as always. Its own conversion
 code then runs on stand-ins (see [Note: tensors without memory]), which tells for every parameter which elements of
@@ -24,6 +24,7 @@ from hf_zero import deferred
 from hf_zero.errors import ZeroCheckpointError, ZeroConfigError
 from hf_zero.integrations.accelerate import ZeroPlugin
 from hf_zero.provenance import Run, Tracer
+from hf_zero.recorder import Recorder
 from hf_zero.sliced_file import SlicedFile
 
 
@@ -33,11 +34,13 @@ _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @contextlib.contextmanager
 def zero_init(plugin: ZeroPlugin | Any = None, *, allow_missing: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, `from_pretrained` of any class reads no weights: each rank reads its slices when the model is prepared.
+    """Inside, models are built without their weights: each rank takes its slices when the model is prepared.
 
-    Adapters may be added before. A weight that is read or changed before `prepare` is loaded whole. At other stages
-    than 3, and with one process, this does nothing. Weights that the files lack are an error unless a pattern of
-    `allow_missing` matches their name; these are initialised as transformers does.
+    `from_pretrained` of any class reads no weights. A model that is built from its configuration gets the weights that
+    a single process would give it, but they are made when they are needed. Adapters may be added before. A weight that
+    is read or changed before `prepare` is made whole. At other stages than 3, and with one process, this does nothing.
+    Weights that the files lack are an error unless a pattern of `allow_missing` matches their name; these are
+    initialised as transformers does.
 
     Args:
         plugin: a `ZeroPlugin`, or whatever makes one; default: what the launcher configured.
@@ -52,7 +55,8 @@ def zero_init(plugin: ZeroPlugin | Any = None, *, allow_missing: Sequence[str] =
     # picks by name have no other seam.
     PreTrainedModel._load_pretrained_model = staticmethod(_Loader(stock.__func__, tuple(allow_missing)))
     try:
-        yield
+        with Recorder():
+            yield
     finally:
         PreTrainedModel._load_pretrained_model = stock
 
@@ -131,6 +135,7 @@ class FileSource:
 
     runs: tuple[Run, ...]
     homes: dict[str, tuple[Path, SlicedFile]]
+    ingredients = ()
 
     def read(self, start: int, target: Tensor) -> None:
         for run in self.runs:

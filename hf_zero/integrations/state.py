@@ -48,7 +48,7 @@ def _members(engine: ZeroEngine) -> list[list[list[str]]]:
 
 def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:
     """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
-    engine.schedule.reshard_all()
+    engine.before_load()
     missing, extra = checkpoint.load_state(folder, engine.buffers, engine.optimizers, engine.comm, name)
     if engine.scaler is not None and "loss_scale" in extra:
         engine.scaler.load_state_dict(extra["loss_scale"])
@@ -71,7 +71,7 @@ def load_rest(engine: ZeroEngine, model: nn.Module, folder: str | Path, missing:
 
 def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> None:
     """Read all weights from the model's files; a collective."""
-    engine.schedule.reshard_all()
+    engine.before_load()
     loading.load_weights(model, folder, engine.comm)
     engine.after_load()
 
