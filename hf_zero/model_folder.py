@@ -52,6 +52,10 @@ class ZeroPretrainedMixin:
         Without `state_dict`, each rank writes what it owns; with one, the calling rank writes that.
         """
         stock = super().save_pretrained
+        ready = self.__dict__.get("_zero_folder")
+        if ready is not None:
+            shutil.copytree(ready, save_directory, copy_function=shutil.move, dirs_exist_ok=True)
+            return
         options = dict(inspect.signature(stock).bind(save_directory, *args, **kwargs).arguments)
         options.update(options.pop("kwargs", {}))
         is_main = options.get("is_main_process", True)
@@ -63,6 +67,28 @@ class ZeroPretrainedMixin:
         else:
             _save_sharded(self, engine, stock, options)
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own `push_to_hub`. Where weights are sharded, call it on all ranks; rank 0 uploads.
+
+        The other ranks get None, and do not wait for the upload.
+        """
+        stock = super().push_to_hub
+        engine = self.__dict__.get("_zero_engine")
+        if engine is None or _readable(engine):
+            return stock(*args, **kwargs)
+        uploads = engine.comm.rank == 0
+        size = {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = engine.comm.all_gather_object(temporary)[0]
+            self.save_pretrained(folder, is_main_process=uploads, **size)
+            if not uploads:
+                return None
+            self.__dict__["_zero_folder"] = folder  # what is to be saved stands there already
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                del self.__dict__["_zero_folder"]
+
 
 def _readable(engine: Any) -> bool:
     """Whether each rank can read all weights without the others."""
@@ -73,13 +99,14 @@ def _readable(engine: Any) -> bool:
 def _save_sharded(model: nn.Module, engine: Any, stock: Callable[..., None], options: dict[str, Any]) -> None:
     folder = options.pop("save_directory")
     options.pop("state_dict", None)
-    if options.pop("push_to_hub", False):
-        raise ValueError("push_to_hub=True cannot be combined with a sharded save: save first, then upload the folder")
     if options.get("safe_serialization") is False:
         raise ValueError("safe_serialization=False is not supported: weights are saved as safetensors")
     plan_options = {
         name: options[name] for name in ("max_shard_size", "variant", "save_original_format") if name in options
     }
+
+    is_main = options.get("is_main_process", True)
+    upload = _begin_upload(model, folder, engine.comm, is_main, stock, options)
 
     def write_rest(folder: str, state_dict: dict[str, Tensor]) -> None:
         stock(folder, **{**options, "is_main_process": True, "state_dict": state_dict})
@@ -88,12 +115,54 @@ def _save_sharded(model: nn.Module, engine: Any, stock: Callable[..., None], opt
         model,
         folder,
         engine.comm,
-        options.get("is_main_process", True),
+        is_main,
         write_rest,
         compute_dtype=engine.config.zero3_save_16bit_model,
         adapters=options.get("selected_adapters"),
         **plan_options,
     )
+    upload()
+
+
+def _begin_upload(
+    model: nn.Module,
+    folder: str | os.PathLike,
+    comm: Communicator,
+    is_main: bool,
+    stock: Callable[..., None],
+    options: dict[str, Any],
+) -> Callable[[], None]:
+    """What `push_to_hub=True` asks for, on one of the ranks that save: make the repository, and upload what is new.
+
+    A collective, which takes the options of the upload away. The repository is made now; the result uploads, on that
+    rank alone: the others do not wait for the network.
+    """
+    if "push_to_hub" not in inspect.signature(stock).parameters or not options.pop("push_to_hub", False):
+        return lambda: None
+    from huggingface_hub import HfApi
+    from transformers.utils.hub import create_and_tag_model_card
+
+    own = set(inspect.signature(stock).parameters) | {"safe_serialization"}
+    hub = {name: options.pop(name) for name in [name for name in options if name not in own]}
+    token = options.pop("token", None)
+    message, create_pr = hub.pop("commit_message", None), hub.pop("create_pr", False)
+    name = hub.pop("repo_id", Path(folder).name)
+    uploads = comm.all_gather_object(is_main).index(True) == comm.rank
+    made: dict[str, Any] = {}
+
+    def begin() -> None:
+        if uploads:
+            made["repo_id"] = HfApi().create_repo(name, exist_ok=True, token=token, **hub).repo_id
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            made["files_timestamps"] = model._get_files_timestamps(folder)
+
+    def upload() -> None:
+        if uploads:
+            create_and_tag_model_card(made["repo_id"], model.model_tags, token=token).save(Path(folder) / "README.md")
+            model._upload_modified_files(folder, **made, commit_message=message, token=token, create_pr=create_pr)
+
+    agree(comm, begin)
+    return upload
 
 
 def save_folder(

@@ -34,6 +34,11 @@ SIGNATURES = {
     f"{MODEL}._load_pretrained_model": "model, state_dict, checkpoint_files, load_config, expected_keys",
     f"{MODEL}._finalize_model_loading": "model, load_config, loading_info",
     f"{MODEL}._move_missing_keys_from_meta_to_device": "missing_keys, device_map, device_mesh, hf_quantizer",
+    f"{MODEL}._get_files_timestamps": "working_dir",
+    f"{MODEL}._upload_modified_files": (
+        "working_dir, repo_id, files_timestamps, commit_message, token, create_pr, revision, commit_description"
+    ),
+    "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.modeling_utils.remove_tied_weights_from_state_dict": "state_dict, model",
     "transformers.core_model_loading.rename_source_key": (
         "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse"
