@@ -63,10 +63,11 @@ CASES = {
         "frozen": ["model.embed_tokens."],
     },
     "deepspeed_zero3_bf16": {"deepspeed": {"stage": 3}, "bf16": True, "model": TIED},
+    "accelerate_zero2": {"deepspeed": {"stage": 2}, "loop": True},
     "fsdp2": {"fsdp": {}, "model": TIED, "frozen": ["model.layers.0."]},
 }
 # What an import does not read, and the random states, which only one case needs.
-DROPPED = ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin")
+DROPPED = ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "random_states_1.pkl")
 KEEPS_RANDOM_STATES = "deepspeed_zero2"
 
 
@@ -78,7 +79,8 @@ def main():
     parser.add_argument("--resume", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        train(options.rank_of, options.folder, options.resume)
+        run = loop if "loop" in CASES[options.rank_of] else train
+        run(options.rank_of, options.folder, options.resume)
         sys.stdout.flush()
         os._exit(0)  # threads that DeepSpeed leaves behind abort an orderly exit now and then
     for case in options.cases or CASES:
@@ -96,15 +98,13 @@ def make(case, target):
         target.mkdir(parents=True)
         dropped = DROPPED if case == KEEPS_RANDOM_STATES else (*DROPPED, "rng_state_*.pth")
         shutil.copytree(saved, target / saved.name, ignore=shutil.ignore_patterns(*dropped))
-        state = target / saved.name / "trainer_state.json"
-        state.write_text(state.read_text().replace(str(scratch), "."))
         shutil.copy(scratch / "whole" / "expected.safetensors", target)
         told = {
             **json.loads((scratch / "whole" / "told.json").read_text()),
             "continued": losses(scratch / "whole"),
             "resumed": losses(scratch / "again"),
             "case": CASES[case],
-            "model": {**LLAMA, **CASES[case]["model"]},
+            "model": {**LLAMA, **CASES[case].get("model", {})},
             "arguments": {**ARGUMENTS, **CASES[case].get("arguments", {})},
         }
         (target / "expected.json").write_text(json.dumps(told, indent=1) + "\n")
@@ -114,6 +114,8 @@ def make(case, target):
 
 def losses(run):
     """The losses after the checkpoint, by step."""
+    if (run / "losses.json").exists():
+        return json.loads((run / "losses.json").read_text())
     history = json.loads((run / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry and entry["step"] > SAVED}
 
@@ -229,6 +231,68 @@ def train(case, folder, resume):
     Trainer(model=make_model(case), args=arguments, train_dataset=make_data(), callbacks=[Tell()]).train(
         resume_from_checkpoint=resume
     )
+
+
+def make_plain():
+    """A model that is none of transformers', with its two ends tied, and what trains it: two groups, a schedule."""
+    import torch
+    from torch import nn
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.body, self.head = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 13, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0, 1.0, 1.0, 1.0]))
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.body(self.table(ids))) * self.scale)
+
+    torch.manual_seed(0)
+    model = Plain()
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 8)
+
+
+def plain_loss(model, step, ranks):
+    """The loss of one step on the data of these ranks."""
+    import torch
+
+    ids = torch.cat([(torch.arange(24) * (rank + 2) + step).view(4, 6) % 13 for rank in ranks])
+    return torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def loop(case, folder, resume):
+    """A plain Accelerate loop; the losses are the means over the ranks."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    settings = {"zero_optimization": CASES[case]["deepspeed"], "train_micro_batch_size_per_gpu": 4}
+    plugin = DeepSpeedPlugin(hf_ds_config={**settings, "zero_allow_untested_optimizer": True})
+    PartialState(cpu=True)  # joins the ranks; an Accelerator(cpu=True) would leave DeepSpeed out
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    assert accelerator.num_processes == RANKS, "the ranks would train alone"
+    model, optimizer, schedule = accelerator.prepare(*make_plain())
+    found = {}
+    if resume:
+        accelerator.load_state(resume)
+    for step in range(SAVED + 1 if resume else 1, STEPS + 1):
+        loss = plain_loss(model, step, [accelerator.process_index])
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found[step] = accelerator.reduce(loss.detach(), "mean").item()
+        if step == SAVED:
+            accelerator.save_state(str(folder / f"checkpoint-{SAVED}"))
+            tell_deepspeed(accelerator.unwrap_model(model), optimizer.optimizer, folder)
+    if accelerator.is_main_process:
+        folder.mkdir(exist_ok=True)
+        (folder / "losses.json").write_text(json.dumps({step: loss for step, loss in found.items() if step > SAVED}))
+    dist.barrier()
 
 
 def pretend_accelerator(arguments):

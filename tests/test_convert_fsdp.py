@@ -60,6 +60,17 @@ def test_the_scale_of_torchs_gradient_scaler_goes_along(tmp_path):
     assert extra["loss_scale"] == {"scale": 256.0, "tolerated": 1, "since_overflow": 7}
 
 
+def test_what_accelerate_saved_needs_no_configuration(tmp_path):
+    shutil.copytree(source("fsdp2"), tmp_path / "theirs", ignore=shutil.ignore_patterns("trainer_state.json"))
+    (tmp_path / "theirs/random_states_0.pkl").touch()
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    weights = load_file(tmp_path / "ours/model.safetensors")
+    wanted = {name: weight for name, weight in told_tensors("fsdp2").items() if name.endswith(".weight")}
+    assert {f"{name}.weight" for name in weights} == wanted.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, wanted[f"{name}.weight"]), name
+
+
 def lead_outside(folder):
     """Make the metadata name a file of another folder."""
     path = folder / "optimizer_0/.metadata"

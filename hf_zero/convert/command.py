@@ -35,9 +35,12 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
     tag = deepspeed.find(source)
     if tag is None and not fsdp.find(source):
         raise ZeroCheckpointError(_unknown(source))
-    config = folder.find_config(source, config)
+    for_accelerate = folder.is_accelerates(source) and config is None
+    if not for_accelerate:
+        config = folder.find_config(source, config)
     found = deepspeed.read(source, tag) if tag is not None else fsdp.read(source)
-    written = importing.write(found, _model(config), config, target)
+    found, model = importing.without_class(found) if for_accelerate else (found, _model(config))
+    written = importing.write(found, model, config, target)
     return [f"read {found.what} from {source}", f"wrote {target}: {written}"]
 
 
@@ -68,9 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "hf_zero resumes from, at any stage and number of ranks. Export: turn a checkpoint of hf_zero into one that "
         "the stock Trainer resumes from in one process. What SRC is decides which; it is only read.",
     )
-    parser.add_argument(
-        "source", metavar="SRC", type=Path, help="checkpoint-N of the Trainer, or DeepSpeed's own folder"
-    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint-N, or what save_state or DeepSpeed wrote")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it must not exist")
     parser.add_argument(
         "--config", metavar="FOLDER", type=Path, help="the model's config.json and tokenizer, where SRC has none"

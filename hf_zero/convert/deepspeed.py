@@ -76,13 +76,15 @@ def _read(folder: Path, tag: Path) -> Source:
     groups = [_in_model_order(group, models[0]["module"]) for group in reader.groups()]
     trained, states = reader.trained()
     dtypes = {name: value.dtype for name, value in models[0]["module"].items() if isinstance(value, Tensor)}
+    weights = {**reader.untrained(trained), **trained}
     return Source(
         what=f"DeepSpeed ZeRO-{stage} of {ranks} rank{'s' * (ranks > 1)}",
         folder=folder,
-        weights={**reader.untrained(trained), **trained},
+        weights={name: weights[name] for name in [*dtypes, *weights] if name in weights},  # in the model's order
         dtypes=dtypes,
         states=states,
         groups=groups,
+        ties=dict(models[0].get("shared_params") or {}),
         loss_scale=_loss_scale(first, dtypes),
         schedule=_schedule(models[0], groups),
         unread=_SCRIPTS | {tag.name} | {path.name for path in folder.glob("*_states.pt")},

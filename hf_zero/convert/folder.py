@@ -28,6 +28,14 @@ _REPLACED = re.compile(
 _DESCRIBES = re.compile(r"(?!trainer_state\.json).*\.(json|jinja|model|txt)")
 
 
+def is_accelerates(folder: Path) -> bool:
+    """Whether `Accelerator.save_state` has written a folder. Raises ZeroCheckpointError for several models in one."""
+    for name in ("pytorch_model_1", "pytorch_model_fsdp_1", "optimizer_1"):
+        if (folder / name).exists():
+            raise ZeroCheckpointError(f"{folder / name}: a checkpoint with several models is not supported")
+    return any(folder.glob("random_states_*.pkl"))
+
+
 def check_target(target: Path) -> None:
     """Raise ZeroCheckpointError unless `target` can be made: its parent is there and it is not."""
     if target.exists() or target.is_symlink():
@@ -73,10 +81,10 @@ def new_folder(target: Path, carried: Sequence[Path], nbytes: int) -> Iterator[P
         raise
 
 
-def carried_files(folder: Path, config: Path, unread: set[str]) -> list[Path]:
+def carried_files(folder: Path, config: Path | None, unread: set[str]) -> list[Path]:
     """What the result takes over as it stands: Trainer's and the tokenizer's files, `config`'s configuration."""
     files = {path.name: path for path in folder.iterdir() if path.is_file() and not _REPLACED.fullmatch(path.name)}
-    if config != folder:
+    if config is not None and config != folder:
         files |= {
             path.name: path
             for path in config.iterdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from hf_zero.convert.folder import carried_files, new_folder, note_dtype
 from hf_zero.convert.source import Source, Stored, some, unwrapped
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.saving import StagedWeights
-from hf_zero.saving_plan import SavePlan, logical_state, plan_pretrained
+from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained
 from hf_zero.sliced_file import SlicedFile
 from hf_zero.staging import Part, stage
 
 
-SCHEDULE_NAME = "scheduler.pt"
+SCHEDULE_NAME, ACCELERATE_SCHEDULE_NAME = "scheduler.pt", "scheduler.bin"
+_ONE_FILE = 2**62  # bytes: accelerate's layout never splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,29 @@ class _Match:
         return saved != {torch.float32}
 
 
-def write(source: Source, model: nn.Module, config: Path, target: Path) -> str:
+def without_class(source: Source) -> tuple[Source, nn.Module]:
+    """For a model whose class is not known: a module that has its parameters, without values, and the source for it.
+
+    A parameter with two names keeps the first one only, as accelerate's files do.
+    """
+    weights = {name: stored for name, stored in source.weights.items() if name not in source.ties}
+    root = nn.Module()
+    for name, stored in weights.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        values = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        module.register_parameter(last, nn.Parameter(values, requires_grad=False))
+    return dataclasses.replace(source, weights=weights), root
+
+
+def write(source: Source, model: nn.Module, config: Path | None, target: Path) -> str:
     """Make `target` from a foreign checkpoint of `model`, which has no values; returns what was written, in a line.
 
+    With the folder of a configuration `target` is laid out for the Trainer, without one for `Accelerator.load_state`.
     Raises ZeroCheckpointError, before anything is written, where the checkpoint does not fit the model.
     """
     match = _matched(source, model)
@@ -49,9 +71,11 @@ def write(source: Source, model: nn.Module, config: Path, target: Path) -> str:
     carried = carried_files(source.folder, config, source.unread)
     files = {**match.plan.files, checkpoint.STATE_NAME: state}
     with new_folder(target, carried, sum(file.nbytes for file in files.values())) as folder:
-        note_dtype(folder, _main_dtype(match))
-        if source.schedule is not None and not (folder / SCHEDULE_NAME).exists():
-            torch.save(source.schedule, folder / SCHEDULE_NAME)
+        if config is not None:
+            note_dtype(folder, _main_dtype(match))
+        schedule = folder / (ACCELERATE_SCHEDULE_NAME if config is None else SCHEDULE_NAME)
+        if source.schedule is not None and not schedule.exists():
+            torch.save(source.schedule, schedule)
         comm = Communicator()
         weights = stage(folder, match.plan.files, lambda: _weight_parts(match), comm, is_main=True)
         StagedWeights(plan=match.plan, staged=weights).commit()
@@ -75,8 +99,12 @@ def _matched(source: Source, model: nn.Module) -> _Match:
         raise _misfit(source, model, f"the model has no {some(unknown)}")
     first = {id(tensor): name for name, tensor in reversed(logical.items())}
     firsts = {name: first[id(logical[ours])] for name, ours in names.items()}
-    # A name that is tied to a trained parameter comes before it, and gives way.
-    weights = {firsts[name]: stored for name, stored in source.weights.items()}
+    trained = {firsts[name] for name in source.states}
+    weights = {
+        firsts[name]: stored
+        for name, stored in source.weights.items()
+        if name in source.states or firsts[name] not in trained  # not the 16-bit copy under another name
+    }
     for name, stored in weights.items():
         if stored.shape != tuple(logical[name].shape):
             raise _misfit(source, model, f"'{name}' has shape {stored.shape}, the model's is {_shape(logical[name])}")
@@ -86,7 +114,10 @@ def _matched(source: Source, model: nn.Module) -> _Match:
         name = first[id(tensor)]
         return dtypes.get(name, weights[name].dtype if name in weights else tensor.dtype)
 
-    plan = plan_pretrained(model, dtype_of)
+    if hasattr(model, "_keys_to_ignore_on_save"):
+        plan = plan_pretrained(model, dtype_of)
+    else:
+        plan = plan_module(model, dtype_of, max_shard_size=_ONE_FILE)
     missing = {name for origin in plan.origins.values() for name in origin.names} - weights.keys()
     if missing:
         raise _misfit(source, model, f"it lacks {some(missing)}")

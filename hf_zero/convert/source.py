@@ -54,7 +54,8 @@ class Source:
     """A foreign checkpoint.
 
     `weights` has a tensor for every name of the state dict, the fp32 master where there is one; `dtypes` says in which
-    dtype the model computes with them. `states` has the optimizer's tensors, by trained parameter and kind.
+    dtype the model computes with them. `states` has the optimizer's tensors, by trained parameter and kind. `ties` has
+    second names of parameters that have two.
     """
 
     what: str
@@ -63,6 +64,7 @@ class Source:
     dtypes: dict[str, torch.dtype]
     states: dict[str, dict[str, Stored]]
     groups: list[Group]
+    ties: dict[str, str] = field(default_factory=dict)
     loss_scale: dict[str, float] | None = None
     schedule: dict[str, object] | None = None  # of a learning-rate schedule that Trainer has not stored itself
     unread: set[str] = field(default_factory=set)  # files and folders of `folder` that the result does not need

@@ -1,0 +1,65 @@
+"""What `Accelerator.save_state` wrote under DeepSpeed becomes what it reads under ZeRO, for any module."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_zero.checkpoint import STATE_NAME
+from scripts.make_golden_checkpoints import make_plain, plain_loss
+from tests.golden_runs import compare, convert, source, told, told_tensors
+from tests.harness import run_ranks
+
+
+CASE = "accelerate_zero2"
+
+
+def go_on(folder, stage):
+    """Three more steps of the loop, on the data of two ranks; the means of the losses, by step."""
+    import hf_zero
+
+    accelerator = hf_zero.ZeroAccelerator(zero_plugin=hf_zero.ZeroPlugin(zero_stage=stage))
+    model, optimizer, schedule = accelerator.prepare(*make_plain())
+    accelerator.load_state(str(folder))
+    found = {}
+    mine = [accelerator.process_index] if accelerator.num_processes == 2 else [0, 1]
+    for step in (4, 5, 6):
+        loss = plain_loss(model, step, mine)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # DeepSpeed does so unless it is told otherwise
+        optimizer.step()
+        for _ in mine if accelerator.num_processes == 1 else [0]:  # accelerate steps once for every rank
+            schedule.step()
+        optimizer.zero_grad()
+        found[step] = accelerator.reduce(loss.detach(), "mean").item()
+    return found
+
+
+@pytest.mark.parametrize("stage, ranks", [(2, 2), (3, 2), (0, 1)])
+def test_the_loop_goes_on_as_under_deepspeed(stage, ranks, tmp_path):
+    assert convert(source(CASE), tmp_path / "ours") == 0
+    found = run_ranks(go_on, tmp_path / "ours", stage, world_size=ranks)[0]
+    compare(found, told(CASE)["resumed"], 1e-6)
+
+
+def test_weights_buffers_and_states_are_those_of_deepspeed(tmp_path):
+    assert convert(source(CASE), tmp_path / "ours") == 0
+    names = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert names == ["COMMIT", "model.safetensors", "random_states_0.pkl", "scheduler.bin", STATE_NAME]
+    weights, states = load_file(tmp_path / "ours/model.safetensors"), load_file(tmp_path / "ours" / STATE_NAME)
+    wanted = told_tensors(CASE)
+    assert sorted(weights) == ["body.bias", "body.weight", "scale", "table.weight"]
+    for name, weight in weights.items():
+        assert torch.equal(weight, wanted.pop(f"{name}.weight")), name
+    assert torch.equal(wanted.pop("head.weight.weight"), weights["table.weight"])
+    assert states.keys() == wanted.keys()
+    for name, state in states.items():
+        assert torch.equal(state, wanted[name]), name
+
+
+def test_several_models_are_refused(tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(source(CASE), tmp_path / "theirs")
+    (tmp_path / "theirs/pytorch_model_1").mkdir()
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    assert "pytorch_model_1: a checkpoint with several models is not supported" in capsys.readouterr().err
