@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.hang import HangMonitor
 from hf_zero.peer_memory import PeerMemory
-from hf_zero.peer_transport import PeerTransport, Read, Settling
+from hf_zero.peer_transport import PeerTransport, Read
 from hf_zero.pending import NAMELESS, Deliver, Message, Pending, Work, deliver_parts, wide
 
 
@@ -135,7 +135,7 @@ class Communicator:
         Only for gathers that this rank has waited for.
         """
         if self._peers is not None:
-            reads = Settling(self._peers.peers, None if what is None else what.tag)
+            reads = self._peers.settle(None if what is None else what.tag)
             self._pending([reads], _nothing, "reads", what or NAMELESS).wait()
 
     def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:

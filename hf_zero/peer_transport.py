@@ -14,8 +14,8 @@ from hf_zero.pending import Deliver, wide
 # Kinds of offers.
 _GATHER, _REDUCE = 0, 1
 
-# A sum over ranks is made in parts that stay in the processor's cache (bytes).
-_CACHED = 1 << 20
+# A sum over ranks is made in parts that stay in the processor's cache (elements).
+CACHED = 1 << 17
 
 
 class Read:
@@ -47,6 +47,13 @@ class PeerTransport:
 
     def __init__(self, rank: int, peers: PeerMemory) -> None:
         self.rank, self.world_size, self.peers = rank, len(peers.ranks) + 1, peers
+        self._room: dict[tuple[torch.dtype, bool], Tensor] = {}  # for what is read and for sums: kept until `settle`
+
+    def settle(self, tag: int | None) -> Settling:
+        """See `Communicator.settle`."""
+        if tag is None:
+            self._room.clear()  # a step ends here: nothing of it rests in memory
+        return Settling(self.peers, tag)
 
     def all_gather(self, flat: Tensor, tag: int, rest: Sequence[Tensor]) -> Read:
         """See `Communicator.all_gather`."""
@@ -73,10 +80,9 @@ class PeerTransport:
 
         def finish() -> None:
             dtype, at = wide(parts[0].dtype), 0
-            for own in _chunks(slices[self.rank], _CACHED // parts[0].itemsize):
-                total = self._sum(own, at * own.itemsize, tag, dtype)
-                deliver(at, total)
-                at += total.numel()
+            for own in _chunks(slices[self.rank], CACHED):
+                deliver(at, self._sum(own, at * own.itemsize, tag, dtype))
+                at += own.numel()
             for peer in self.peers.ranks:
                 self.peers.give_back(peer, _REDUCE, tag)
 
@@ -84,18 +90,21 @@ class PeerTransport:
 
     def _sum(self, own: Tensor, start: int, tag: int, dtype: torch.dtype) -> Tensor:
         """`own`, which lies at byte `start` of this rank's slice, plus what the peers offer for it, in rank order."""
-        total = None
+        total, room = None, self._room_for(own.numel(), dtype)
         for rank in range(self.world_size):
-            if rank == self.rank:
-                value = own
-            else:
-                value = torch.empty_like(own)
+            value = own
+            if rank != self.rank:
+                value = self._room_for(own.numel(), own.dtype, spare=True)
                 self.peers.read(rank, _REDUCE, tag, value, start)
-            if total is None:
-                total = value.to(dtype)
-            else:
-                total = total + value if total is own else total.add_(value)
+            total = room.copy_(value) if total is None else total.add_(value)
         return total
+
+    def _room_for(self, numel: int, dtype: torch.dtype, spare: bool = False) -> Tensor:
+        """Memory that is used again and again: fresh pages would cost as much as what is done with them."""
+        key = (dtype, spare)
+        if key not in self._room:
+            self._room[key] = torch.empty(CACHED, dtype=dtype)
+        return self._room[key][:numel]
 
 
 def _chunks(parts: Sequence[Tensor], numel: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.peer_transport import CACHED
 from tests.harness import distributed
 
 
@@ -206,7 +207,7 @@ def allocations(action, folder):
 def test_flat_storages_allocated_in_a_step(stage, peer_memory, tmp_path):
     """Each layer's gradients are collected in one storage and received in one slice from each other rank; where ranks
     read each other's memory they stay where they are, and only a part of the slice is put together and read at a time
-    (here: all of it). At stage 3 a layer's weights get one storage in forward and one in backward. The gradients of
+    (here: all of it), in memory that all reductions share. At stage 3 a layer's weights get one storage in forward and one in backward. The gradients of
     all masters are one storage."""
     run = Run(stage, peer_memory=peer_memory).settle()
     (layer,) = {buffer.layout.padded_numel * 4 for unit in run.units[1:-1] for buffer in unit.buffers}
@@ -214,9 +215,9 @@ def test_flat_storages_allocated_in_a_step(stage, peer_memory, tmp_path):
     largest_gradient = max(param.numel() for param in run.model.model.layers.parameters()) * 4
     assert largest_gradient < layer // 2 < layer < master, (largest_gradient, layer, master)
     found = allocations(run.window, tmp_path)
-    weights, sums, slices = (2 if stage == 3 else 0), (0 if peer_memory else 1), (2 if peer_memory else 1)
-    if peer_memory and dist.get_rank() == 0:
-        slices += 1  # the sum begins with this rank's own part, which stays as it is
-    wanted = Counter({layer: LAYERS * (weights + sums), layer // 2: LAYERS * slices, master: 1})
+    weights, sums = (2 if stage == 3 else 0), (0 if peer_memory else 1)
+    wanted = Counter({layer: LAYERS * (weights + sums), layer // 2: LAYERS, master: 1})
+    if peer_memory:
+        wanted[4 * CACHED] = 2  # what is read, and the sum
     flat = {size: count for size, count in found.items() if size >= layer // 2}
     assert flat == +wanted, f"bytes: times allocated {flat}, expected {wanted}"
