@@ -3,7 +3,7 @@
 It runs the systems themselves, so it needs an environment of its own (hf_zero plays no part), on Linux with g++:
 
     python -m venv golden && golden/bin/pip install "setuptools<81" ninja numpy "transformers==5.23.0" \
-        "accelerate==1.15.0" "deepspeed==0.19.8" torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+        "accelerate==1.15.0" "peft==0.21.2" "deepspeed==0.19.8" torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
     golden/bin/python scripts/make_golden_checkpoints.py tests/golden [CASE ...]
 
 Each case trains a tiny model for six steps on two CPU ranks with the stock Trainer, saves after the third, and resumes
@@ -63,11 +63,18 @@ CASES = {
         "frozen": ["model.embed_tokens."],
     },
     "deepspeed_zero3_bf16": {"deepspeed": {"stage": 3}, "bf16": True, "model": TIED},
+    "deepspeed_zero2_lora": {
+        "deepspeed": {"stage": 2},
+        "bf16": True,
+        "model": UNTIED,
+        "lora": ["q_proj", "down_proj"],
+    },
+    "deepspeed_zero3_lora": {"deepspeed": {"stage": 3}, "model": TIED, "lora": ["q_proj", "down_proj"]},
     "accelerate_zero2": {"deepspeed": {"stage": 2}, "loop": True},
     "fsdp2": {"fsdp": {}, "model": TIED, "frozen": ["model.layers.0."]},
 }
 # What an import does not read, and the random states, which only one case needs.
-DROPPED = ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "random_states_1.pkl")
+DROPPED = ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "random_states_1.pkl", "README.md")
 KEEPS_RANDOM_STATES = "deepspeed_zero2"
 
 
@@ -176,7 +183,12 @@ def make_model(case):
     model = LlamaForCausalLM(LlamaConfig(**LLAMA, **CASES[case]["model"]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(CASES[case].get("frozen", ["-"]))))
-    return model
+    if "lora" not in CASES[case]:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    # The second half of an adapter is zero at first: one that is not shows more.
+    return get_peft_model(model, LoraConfig(r=3, target_modules=CASES[case]["lora"], init_lora_weights=False))
 
 
 def make_data():

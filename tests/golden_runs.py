@@ -14,7 +14,8 @@ from tests.trainers import forget_accelerate
 
 
 GOLDEN = Path(__file__).parent / "golden"
-DEEPSPEED = [case for case in CASES if "deepspeed" in CASES[case] and "loop" not in CASES[case]]
+ADAPTERS = [case for case in CASES if "lora" in CASES[case]]
+DEEPSPEED = [case for case in CASES if "deepspeed" in CASES[case] and not {"loop", "lora"} & CASES[case].keys()]
 
 
 def source(case):
@@ -36,7 +37,7 @@ def convert(*words):
 
 
 def converted(case, folder):
-    config = () if (source(case) / "config.json").exists() else ("--config", GOLDEN / "deepspeed_zero2/checkpoint-3")
+    config = ("--config", GOLDEN / "deepspeed_zero2/checkpoint-3") if case == "fsdp2" else ()
     assert convert(source(case), folder, *config) == 0
     return folder
 

@@ -67,7 +67,7 @@ def forget(content):
     content["optimizer_state_dict"] = {"zero_stage": 1, "partition_count": part["partition_count"]}
 
 
-TAG = "global_step3"
+TAG, ADAPTER = "global_step3", "adapter_model.safetensors"
 FAULTS = {
     "torn": ("deepspeed_zero1", remove(f"{TAG}/{OPTIM}"), f"{OPTIM} is missing: 2 ranks wrote this checkpoint"),
     "no model": ("deepspeed_zero1", remove(f"{TAG}/{MODEL}"), f"{MODEL} is missing: the checkpoint is incomplete"),
@@ -115,7 +115,18 @@ FAULTS = {
         edit(f"{TAG}/{OPTIM.replace('_1_', '_0_', 1)}", forget),
         "is not laid out as DeepSpeed's checkpoints are: it lacks 'base_optimizer_state'",
     ),
-    "adapters": ("deepspeed_zero1", write("adapter_config.json", "{}"), "holds adapters (adapter_config.json)"),
+    "no adapters": (
+        "deepspeed_zero2_lora",
+        remove(ADAPTER),
+        "adapter_model.safetensors is missing: adapter_config.json says that this checkpoint holds adapters",
+    ),
+    "other adapters": (
+        "deepspeed_zero2_lora",
+        lambda folder: shutil.copy(
+            source("deepspeed_zero1") / "model.safetensors", folder / "adapter_model.safetensors"
+        ),
+        "adapter_model.safetensors does not hold the trained parameter 'base_model.model.model.layers.0.",
+    ),
 }
 
 

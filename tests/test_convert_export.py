@@ -128,7 +128,6 @@ FAULTS = {
     "damaged": (flip, "is damaged: tensor '"),
     "missing": (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing from a committed"),
     "old": (without_members, "was saved by an older hf_zero"),
-    "adapters": (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds adapters"),
 }
 
 

@@ -26,7 +26,7 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
     if not source.is_dir():
         raise ZeroCheckpointError(f"{source} {'is no folder' if source.exists() else 'does not exist'}")
-    from hf_zero.convert import deepspeed, folder, fsdp, importing, torch_optimizer
+    from hf_zero.convert import adapters, deepspeed, folder, fsdp, importing, torch_optimizer
 
     folder.check_target(target)
     if torch_optimizer.find(source):
@@ -35,11 +35,15 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
     tag = deepspeed.find(source)
     if tag is None and not fsdp.find(source):
         raise ZeroCheckpointError(_unknown(source))
-    for_accelerate = folder.is_accelerates(source) and config is None
-    if not for_accelerate:
-        config = folder.find_config(source, config)
+    with_class = not adapters.present(source) and (config is not None or not folder.is_accelerates(source))
+    config = folder.find_config(source, config) if with_class else None
     found = deepspeed.read(source, tag) if tag is not None else fsdp.read(source)
-    found, model = importing.without_class(found) if for_accelerate else (found, _model(config))
+    if with_class:
+        model = _model(config)
+    elif adapters.present(source):
+        model = None
+    else:
+        found, model = importing.without_class(found)
     written = importing.write(found, model, config, target)
     return [f"read {found.what} from {source}", f"wrote {target}: {written}"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero.convert.dropped_group import restored
 from hf_zero.convert.pickles import Inert, load
 from hf_zero.convert.source import Group, Source, Stored, described_scalar, options_of, whole
 from hf_zero.errors import ZeroCheckpointError
@@ -77,7 +78,7 @@ def _read(folder: Path, tag: Path) -> Source:
     trained, states = reader.trained()
     dtypes = {name: value.dtype for name, value in models[0]["module"].items() if isinstance(value, Tensor)}
     weights = {**reader.untrained(trained), **trained}
-    return Source(
+    source = Source(
         what=f"DeepSpeed ZeRO-{stage} of {ranks} rank{'s' * (ranks > 1)}",
         folder=folder,
         weights={name: weights[name] for name in [*dtypes, *weights] if name in weights},  # in the model's order
@@ -89,6 +90,8 @@ def _read(folder: Path, tag: Path) -> Source:
         schedule=_schedule(models[0], groups),
         unread=_SCRIPTS | {tag.name} | {path.name for path in folder.glob("*_states.pt")},
     )
+    # With an optimizer section in DeepSpeed's configuration there is one group from the start.
+    return source if "optimizer" in models[0].get("ds_config", {}) else restored(source)
 
 
 # -- which files there are --------------------------------------------------------------------------------------------

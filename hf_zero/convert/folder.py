@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from hf_zero.committed import MARKER
-from hf_zero.convert.source import check_no_adapters
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -46,7 +45,6 @@ def check_target(target: Path) -> None:
 
 def find_config(folder: Path, given: Path | None) -> Path:
     """The folder with the configuration of the model. Raises ZeroCheckpointError where there is none."""
-    check_no_adapters(folder)
     if given is not None:
         if not (given / CONFIG_NAME).is_file():
             raise ZeroCheckpointError(f"--config {given}: this is no folder that holds a {CONFIG_NAME}")

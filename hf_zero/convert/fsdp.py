@@ -62,7 +62,9 @@ def _read(folder: Path) -> Source:
     for key, (_, section, which, kind) in optimizer.paths.items():
         if section == "param_groups":
             options.setdefault(which, {})[kind] = optimizer.value(key)
-        elif kind != "step" and which in weights and optimizer.shape(key) == weights[which].shape:
+        elif which not in weights:
+            raise ZeroCheckpointError(f"{folder}: '{which}' was trained and is no weight of it (adapters?)")
+        elif kind != "step" and optimizer.shape(key) == weights[which].shape:
             states.setdefault(which, {})[kind] = optimizer.stored(key)
         else:
             steps.setdefault(which, {})[kind] = described_scalar(optimizer.value(key))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero import checkpoint, committed
 from hf_zero.comm import Communicator
+from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, new_folder, note_dtype
 from hf_zero.convert.source import Source, Stored, some, unwrapped
 from hf_zero.errors import ZeroCheckpointError
@@ -29,14 +30,15 @@ _ONE_FILE = 2**62  # bytes: accelerate's layout never splits
 class _Match:
     """A foreign checkpoint under the names of the model: every tensor once, under the first of its names."""
 
-    model: nn.Module
     source: Source
-    plan: SavePlan
+    plan: SavePlan | None  # None: of adapters, whose file is taken over as it is
     weights: dict[str, Stored]
     states: dict[str, dict[str, Stored]]
     members: list[list[str]]  # the parameters of every optimizer group
 
     def needs_master(self, name: str) -> bool:
+        if self.plan is None:
+            return True
         saved = {self.plan.dtype_of(tensor) for tensor, origin in self.plan.origins.items() if name in origin.names}
         return saved != {torch.float32}
 
@@ -60,35 +62,52 @@ def without_class(source: Source) -> tuple[Source, nn.Module]:
     return dataclasses.replace(source, weights=weights), root
 
 
-def write(source: Source, model: nn.Module, config: Path | None, target: Path) -> str:
+def write(source: Source, model: nn.Module | None, config: Path | None, target: Path) -> str:
     """Make `target` from a foreign checkpoint of `model`, which has no values; returns what was written, in a line.
 
-    With the folder of a configuration `target` is laid out for the Trainer, without one for `Accelerator.load_state`.
-    Raises ZeroCheckpointError, before anything is written, where the checkpoint does not fit the model.
+    Without a model it is one of adapters. With the folder of a configuration, or adapters, `target` is laid out for
+    the Trainer, else for `Accelerator.load_state`. Raises ZeroCheckpointError, before anything is written, where the
+    checkpoint does not fit the model.
     """
-    match = _matched(source, model)
+    match = _matched(source, model) if model is not None else _of_adapters(source)
     state = _state_file(match)
     carried = carried_files(source.folder, config, source.unread)
-    files = {**match.plan.files, checkpoint.STATE_NAME: state}
-    with new_folder(target, carried, sum(file.nbytes for file in files.values())) as folder:
-        if config is not None:
-            note_dtype(folder, _main_dtype(match))
-        schedule = folder / (ACCELERATE_SCHEDULE_NAME if config is None else SCHEDULE_NAME)
+    carried += [source.folder / adapters.WEIGHTS_NAME] if match.plan is None else []
+    files = {} if match.plan is None else match.plan.files
+    with new_folder(target, carried, state.nbytes + sum(file.nbytes for file in files.values())) as folder:
+        schedule = folder / (SCHEDULE_NAME if config is not None or match.plan is None else ACCELERATE_SCHEDULE_NAME)
         if source.schedule is not None and not schedule.exists():
             torch.save(source.schedule, schedule)
-        comm = Communicator()
-        weights = stage(folder, match.plan.files, lambda: _weight_parts(match), comm, is_main=True)
-        StagedWeights(plan=match.plan, staged=weights).commit()
+        comm, sums = Communicator(), {}
+        if match.plan is not None:
+            staged = stage(folder, files, lambda: _weight_parts(match), comm, is_main=True)
+            StagedWeights(plan=match.plan, staged=staged).commit()
+            sums.update(match.plan.by_file(staged.sums))
+        if config is not None:
+            note_dtype(folder, _main_dtype(match))
         states = stage(folder, {checkpoint.STATE_NAME: state}, lambda: _state_parts(match, state), comm, is_main=True)
         states.commit()
-        committed.write_marker(folder, {**match.plan.by_file(weights.sums), checkpoint.STATE_NAME: states.sums})
-    nbytes = sum(path.stat().st_size for path in target.iterdir())
+        committed.write_marker(folder, {**sums, checkpoint.STATE_NAME: states.sums})
+    return _summary(match, len(carried), sum(path.stat().st_size for path in target.iterdir()))
+
+
+def _summary(match: _Match, carried: int, nbytes: int) -> str:
     kinds = sorted({kind for kinds in match.states.values() for kind in kinds})
+    if match.plan is None:
+        weights = "adapters as they were"
+    else:
+        weights = f"{len(match.plan.origins)} weights in {str(_main_dtype(match)).removeprefix('torch.')}"
     return (
-        f"{len(match.plan.origins)} weights in {str(_main_dtype(match)).removeprefix('torch.')}, optimizer state "
-        f"({', '.join(kinds) or 'none'}) of {len(match.states)} trained parameters in {len(source.groups)} groups, "
-        f"{len(carried)} other files; {nbytes / 1e6:,.1f} MB"
+        f"{weights}, optimizer state ({', '.join(kinds) or 'none'}) of {len(match.states)} trained parameters in "
+        f"{len(match.members)} groups, {carried} other files; {nbytes / 1e6:,.1f} MB"
     )
+
+
+def _of_adapters(source: Source) -> _Match:
+    weights = {name: source.weights[name] for name in source.states}
+    adapters.tensors(source.folder, {name: stored.shape for name, stored in weights.items()})
+    members = [group.names for group in source.groups]
+    return _Match(source=source, plan=None, weights=weights, states=source.states, members=members)
 
 
 def _matched(source: Source, model: nn.Module) -> _Match:
@@ -124,7 +143,6 @@ def _matched(source: Source, model: nn.Module) -> _Match:
     if plan.computed:
         raise _misfit(source, model, f"the files of such a model hold {some(plan.computed)} in a computed form")
     return _Match(
-        model=model,
         source=source,
         plan=plan,
         weights=weights,

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_zero.errors import ZeroCheckpointError
-
 
 # What wrappers put before or into the names of parameters.
 _WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -94,12 +92,3 @@ def some(names: Iterable[str]) -> str:
     """A few names, for a message."""
     names = sorted(names)
     return ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def check_no_adapters(folder: Path) -> None:
-    """Raise ZeroCheckpointError for a checkpoint that holds adapters only."""
-    if (folder / "adapter_config.json").is_file():
-        raise ZeroCheckpointError(
-            f"{folder} holds adapters (adapter_config.json), which cannot be converted: load them with peft and start "
-            "the optimizer afresh"
-        )

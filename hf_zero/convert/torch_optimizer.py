@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from hf_zero import checkpoint, committed
 from hf_zero.comm import Communicator
+from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, find_config, new_folder, note_dtype
-from hf_zero.convert.source import check_no_adapters
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.loading import weight_files
 from hf_zero.saving import StagedWeights
 from hf_zero.saving_plan import INDEX_NAME, SavePlan, plan_pretrained
-from hf_zero.sliced_file import SlicedFile
+from hf_zero.sliced_file import SlicedFile, library_order
 from hf_zero.staging import Part, stage
 
 
@@ -93,25 +93,15 @@ def write(folder: Path, config: Path | None, build: Callable[[Path], nn.Module],
     Returns what was written, in a line. Raises ZeroCheckpointError, before anything is written, where the checkpoint
     is damaged or cannot be expressed.
     """
-    check_no_adapters(folder)
     if not committed.is_committed(folder):
         raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {committed.MARKER} file)")
     committed.check_files(folder)
     committed.check_tensors(folder)
     ours = _Ours(folder)
     groups, members, extra = ours.optimizer
-    config = find_config(folder, config)
-    carried = carried_files(folder, config, {checkpoint.STATE_NAME})
-    plan = _plan_fp32(build(config), ours) if ours.has_half_weights() else None
-    if plan is None:
-        carried += [folder / file for file in sorted(set(ours.home.values()))]
-        carried += [folder / INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
-    written = sum(file.nbytes for file in plan.files.values()) if plan is not None else 0
-    with new_folder(target, carried, written + ours.state.nbytes) as built:
-        if plan is not None:
-            staged = stage(built, plan.files, lambda: _weight_parts(plan, ours), Communicator(), is_main=True)
-            StagedWeights(plan=plan, staged=staged).commit()
-            note_dtype(built, torch.float32)
+    carried, new = _weights_to_write(ours, config, build)
+    with new_folder(target, carried, sum(file.nbytes for file in new.files.values()) + ours.state.nbytes) as built:
+        new.write(built)
         torch.save(_state_dict(ours, groups, members), built / _OPTIMIZER_NAME)
         if "loss_scale" in extra:
             scale = {"scale": extra["loss_scale"]["scale"], "_growth_tracker": extra["loss_scale"]["since_overflow"]}
@@ -121,6 +111,64 @@ def write(folder: Path, config: Path | None, build: Callable[[Path], nn.Module],
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     count = sum(len(names) for names in members)
     return f"weights in fp32, {_OPTIMIZER_NAME} of {count} parameters in {len(groups)} groups; {nbytes / 1e6:,.1f} MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NewWeights:
+    """Weight files that are written anew."""
+
+    files: Mapping[str, SlicedFile] = field(default_factory=dict)
+    parts: Callable[[], Iterator[Part]] = lambda: iter(())
+    plan: SavePlan | None = None
+
+    def write(self, folder: Path) -> None:
+        if not self.files:
+            return
+        staged = stage(folder, self.files, self.parts, Communicator(), is_main=True)
+        if self.plan is None:
+            staged.commit()
+        else:
+            StagedWeights(plan=self.plan, staged=staged).commit()
+            note_dtype(folder, torch.float32)
+
+
+def _weights_to_write(
+    ours: _Ours, config: Path | None, build: Callable[[Path], nn.Module]
+) -> tuple[list[Path], _NewWeights]:
+    """The files that are carried over, and the weights that are not: those of which there are masters in fp32."""
+    folder, unread = ours.folder, {checkpoint.STATE_NAME}
+    if adapters.present(folder):
+        carried = carried_files(folder, folder, unread)
+        return carried, _adapters_fp32(ours)
+    config = find_config(folder, config)
+    carried = carried_files(folder, config, unread)
+    if ours.has_half_weights():
+        plan = _plan_fp32(build(config), ours)
+        return carried, _NewWeights(files=plan.files, parts=lambda: _weight_parts(plan, ours), plan=plan)
+    carried += [folder / file for file in sorted(set(ours.home.values()))]
+    carried += [folder / INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
+    return carried, _NewWeights()
+
+
+def _adapters_fp32(ours: _Ours) -> _NewWeights:
+    shapes = {name: ours.state.tensors[f"{name}.{checkpoint.MASTER}"][1] for name in ours.masters}
+    masters = {tensor: name for name, tensor in adapters.tensors(ours.folder, shapes).items()}
+    path = ours.folder / adapters.WEIGHTS_NAME
+    old = SlicedFile.open(path)
+    kinds = {
+        tensor: (torch.float32 if tensor in masters else dtype, shape)
+        for tensor, (dtype, shape) in old.tensors.items()
+    }
+
+    def parts() -> Iterator[Part]:
+        for tensor in old.tensors:
+            if tensor in masters:
+                values = ours.state_tensor(f"{masters[tensor]}.{checkpoint.MASTER}")
+            else:
+                values = _mapped(path, old, tensor)
+            yield adapters.WEIGHTS_NAME, tensor, 0, values.view(-1)
+
+    return _NewWeights(files={adapters.WEIGHTS_NAME: SlicedFile(library_order(kinds), old.metadata)}, parts=parts)
 
 
 def _state_dict(ours: _Ours, groups: list[dict], members: list[list[str]]) -> dict:
