@@ -8,9 +8,10 @@ agree on the outcome in the thread, so `wait` needs no communication and raises 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hf_zero.comm import Communicator
@@ -25,7 +26,14 @@ class Later:
     """What remains to be done of one save, in order, and the collectives for it."""
 
     comm: Communicator
+    folder: str = ""
     steps: list[Callable[[], None]] = field(default_factory=list)
+    leftovers: list[Callable[[], None]] = field(default_factory=list)  # what removes files that are not complete
+
+    def abandon(self) -> None:
+        """Remove what no step will complete."""
+        for remove in self.leftovers:
+            remove()
 
 
 def perform(step: Callable[[], None], later: Later | None) -> None:
@@ -44,24 +52,35 @@ class BackgroundSaves:
         self._thread: threading.Thread | None = None
         self._error: ZeroCheckpointError | None = None
 
-    def begin(self, comm: Communicator) -> Later:
-        """A new save, once the one before it is complete; a collective. Raises as `wait` does."""
+    @contextlib.contextmanager
+    def save(self, comm: Communicator, asynchronous: bool) -> Iterator[Later | None]:
+        """Inside, save; what is left to the value is done by a thread afterwards. None: everything is done at once.
+
+        A collective, which waits for the save before this one and raises as `wait` does.
+        """
         self.wait()
+        if not asynchronous:
+            yield None
+            return
         if self._comm is None:
             self._comm = comm.of_a_thread()
-        return Later(comm=self._comm)
-
-    def start(self, later: Later, folder: str) -> None:
-        """Do the steps of `later` in a thread; the interpreter does not end before they are done."""
-        self._thread = threading.Thread(target=self._run, args=(later, folder), name=f"save of {folder}")
+        later = Later(comm=self._comm)
+        try:
+            yield later
+        except BaseException:
+            later.abandon()
+            raise
+        # No daemon: the interpreter does not end before it is done.
+        self._thread = threading.Thread(target=self._run, args=(later,), name=f"save of {later.folder}")
         self._thread.start()
 
-    def _run(self, later: Later, folder: str) -> None:
+    def _run(self, later: Later) -> None:
         try:
             for step in later.steps:
                 step()
         except BaseException as error:
-            self._error = ZeroCheckpointError(f"{folder} was not written: {error}")
+            later.abandon()
+            self._error = ZeroCheckpointError(f"{later.folder} was not written: {error}")
             self._error.__cause__ = error
             logger.error(str(self._error))  # nobody may wait for it any more
 

@@ -20,7 +20,7 @@ from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.placement import Placement
 from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained, select
-from hf_zero.staging import agree, find_writers
+from hf_zero.staging import agree, find_writers, naming
 from hf_zero.unit import gathered_parameters
 
 
@@ -222,7 +222,7 @@ def _as_writer(model: nn.Module, write_rest: WriteRest, folder: str, state_dict:
 
 def _place_rest(folder: Path, plan: SavePlan, write_rest: WriteRest) -> None:
     """Write configuration and the like beside the folder's old content, then put them in place."""
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
+    with naming(folder), tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         write_rest(temporary, {})
         for path in Path(temporary).iterdir():
             if path.name in plan.files or path.name == plan.index_name:

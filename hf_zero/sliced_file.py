@@ -167,15 +167,20 @@ class SliceWriter:
                 _write_all(self._descriptors[file], piece, layout.position(name, start + at))
                 self.nbytes += piece.nbytes
         except OSError as error:
-            self._error = error
+            self._fail(error, self.paths[file])
+
+    def _fail(self, error: OSError, path: Path) -> None:
+        """Keep the first error, with the name of the file, which calls on descriptors leave out."""
+        self._error = self._error or OSError(error.errno, error.strerror, str(path))
 
     def close(self) -> None:
         """Flush to the disk. Raises the first OSError since the beginning."""
         try:
-            for descriptor in self._descriptors.values() if self._error is None else ():
-                os.fsync(descriptor)
-        except OSError as error:
-            self._error = error
+            for file, descriptor in self._descriptors.items() if self._error is None else ():
+                try:
+                    os.fsync(descriptor)
+                except OSError as error:
+                    self._fail(error, self.paths[file])
         finally:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)

@@ -38,6 +38,15 @@ def agree(comm: Communicator, action: Callable[[], object]) -> None:
         raise ZeroCheckpointError(f"rank {rank} of {comm.world_size} failed: {text}") from error
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system, which often leave it out, name what cannot be written."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise ZeroCheckpointError(f"{path} cannot be written: {error}") from error
+
+
 def add_up(comm: Communicator, sums: Mapping[str, int]) -> dict[str, int]:
     """The checksums of whole tensors from what every rank has written or read of them; a collective."""
     total: dict[str, int] = {}
@@ -112,7 +121,8 @@ class Staged:
         if needed > free:
             raise ZeroCheckpointError(f"{self.folder} has {free:,} bytes free, and {needed:,} are to be written")
         for name, file in self.files.items():
-            file.create(self._temporary(name))
+            with naming(self._temporary(name)):
+                file.create(self._temporary(name))
 
     def keep(self, parts: Iterable[Part]) -> None:
         """Copy the parts to host memory, in the dtype of their file; `commit` writes them."""
@@ -198,6 +208,7 @@ def stage(
         raise
     if later is not None:
         staged.comm = later.comm
+        later.leftovers.append(staged.discard)
     return staged
 
 

@@ -170,18 +170,17 @@ def test_the_copy_takes_the_bytes_that_the_rank_writes(tmp_path, monkeypatch):
     engine.backward(model(**zoo.batch("llama", dist.get_rank(), 0)).loss)
     optimizer.step()
     saves = BackgroundSaves()
-    later = saves.begin(engine.comm)
     is_main = dist.get_rank() == 0
-    save_folder(model, tmp_path, engine.comm, is_main, lambda folder, state_dict: None, later=later)
-    save_state(tmp_path, engine.buffers, engine.optimizers, engine.comm, later=later)
-    sizes = [tensor.untyped_storage().nbytes() for tensor in kept]
-    shares = [None, None]
-    dist.all_gather_object(shares, sum(sizes))
-    elements = sum(p.numel() for p in model.parameters())
-    # 2 bytes of weights, 4 of masters, 8 of AdamW's state; slices differ by their padding only.
-    assert sum(shares) == 14 * elements and max(shares) < 1.1 * 14 * elements / 2, (shares, elements)
-    kept.clear()
-    saves.start(later, str(tmp_path))
+    with saves.save(engine.comm, asynchronous=True) as later:
+        save_folder(model, tmp_path, engine.comm, is_main, lambda folder, state_dict: None, later=later)
+        save_state(tmp_path, engine.buffers, engine.optimizers, engine.comm, later=later)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in kept]
+        shares = [None, None]
+        dist.all_gather_object(shares, sum(sizes))
+        elements = sum(p.numel() for p in model.parameters())
+        # 2 bytes of weights, 4 of masters, 8 of AdamW's state; slices differ by their padding only.
+        assert sum(shares) == 14 * elements and max(shares) < 1.1 * 14 * elements / 2, (shares, elements)
+        kept.clear()
     saves.wait()
     for name in ("model.safetensors", "zero_state.safetensors"):
         SlicedFile.open(tmp_path / name)

@@ -17,7 +17,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from hf_zero import grad_norm, saving
-from hf_zero.background import BackgroundSaves, Later
+from hf_zero.background import BackgroundSaves
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
     Claim,
@@ -291,18 +291,14 @@ class ZeroAccelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         if not self._engines():
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        later = self.begin_save()
-        with state.saving_state(self, later) as commit:
+        asynchronous = self.zero_plugin.config.async_save
+        with (
+            self.saves.save(self._engines()[0].comm, asynchronous) as later,
+            state.saving_state(self, later) as commit,
+        ):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
             commit(folder)
-        if later is not None:
-            self.saves.start(later, folder)
         return folder
-
-    def begin_save(self) -> Later | None:
-        """Once the save before this one is complete: what a thread is to do of this one, None for nothing."""
-        self.saves.wait()
-        return self.saves.begin(self._engines()[0].comm) if self.zero_plugin.config.async_save else None
 
     def end_training(self) -> None:
         self.saves.wait()

@@ -107,6 +107,8 @@ def saving_state(accelerator: ZeroAccelerator, later: Later | None) -> Iterator[
             agree(comm, lambda: committed.write_marker(Path(folder), sums) if is_main else None)
 
         perform(finish, later)
+        if later is not None:
+            later.folder = folder
 
     with _without_ours(accelerator), contextlib.ExitStack() as stack:
         stack.callback(accelerator.register_save_state_pre_hook(save).remove)

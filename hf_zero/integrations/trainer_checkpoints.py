@@ -17,10 +17,10 @@ from hf_zero import checkpoint, committed, loading
 from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.engine import engine_of
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, ZeroError
 from hf_zero.integrations import state
 from hf_zero.model_folder import SavedFolder, save_folder
-from hf_zero.staging import agree
+from hf_zero.staging import agree, naming
 from hf_zero.unit import gathered_parameters
 
 
@@ -80,31 +80,50 @@ class ZeroCheckpointMixin:
         if engine is None:
             super()._save_checkpoint(model, trial)
             return
-        run_name = super()._get_output_dir(trial)
-        run_folder = Path(run_name)
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        built, final = run_folder / committed.UNCOMMITTED / name, run_folder / name
-        writes = self.args.should_save
-        later = self._later = self.accelerator.begin_save()
-        agree(engine.comm, lambda: shutil.rmtree(built.parent, ignore_errors=True) if writes else None)
-        self._under_construction = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._under_construction, self._later = False, None
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best) == built:
-            best = self.state.best_model_checkpoint = os.path.join(run_name, name)
-        # Its path of the best model may be this folder. After this, every rank has written its random state too.
-        agree(engine.comm, lambda: self.state.save_to_json(str(built / TRAINER_STATE_NAME)) if writes else None)
-        comm = engine.comm if later is None else later.comm
-        sums, limit = self._saved.sums, self.args.save_total_limit
-        perform(lambda: agree(comm, lambda: _commit(built, final, sums, limit, best) if writes else None), later)
-        if later is not None:
-            self.accelerator.saves.start(later, str(final))
+        run_name, name = super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        final = Path(run_name, name)
+        built = final.parent / committed.UNCOMMITTED / name
+        with self.accelerator.saves.save(engine.comm, self.accelerator.zero_plugin.config.async_save) as later:
+            agree(
+                engine.comm, lambda: shutil.rmtree(built.parent, ignore_errors=True) if self.args.should_save else None
+            )
+            failure = self._build_checkpoint(model, trial, later)
+            best = self.state.best_model_checkpoint
+            if best is not None and Path(best) == built:
+                self.state.best_model_checkpoint = os.path.join(run_name, name)
+            agree(engine.comm, lambda: self._finish_small_files(built, failure))
+            self._commit_checkpoint(built, final, engine.comm, later)
         if self.args.push_to_hub:
             self.accelerator.saves.wait()  # an upload reads the finished folder
             super()._push_from_checkpoint(str(final))
+
+    def _build_checkpoint(self, model: nn.Module, trial: Any, later: Later | None) -> Exception | None:
+        """Have Trainer save where the checkpoint is built; returns why this rank alone could not."""
+        self._under_construction, self._later = True, later
+        try:
+            super()._save_checkpoint(model, trial)
+        except ZeroError:
+            raise  # the same on all ranks
+        except (OSError, RuntimeError) as error:
+            return error
+        finally:
+            self._under_construction, self._later = False, None
+        return None
+
+    def _finish_small_files(self, built: Path, failure: Exception | None) -> None:
+        with naming(built):
+            if failure is not None:
+                raise failure
+            if self.args.should_save:  # again: the path of the best model in it may be this folder
+                self.state.save_to_json(str(built / TRAINER_STATE_NAME))
+
+    def _commit_checkpoint(self, built: Path, final: Path, comm: Communicator, later: Later | None) -> None:
+        """Give the checkpoint its name, now or when it is written; what the thread needs is taken along."""
+        sums, writes = self._saved.sums, self.args.should_save
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if later is not None:
+            comm, later.folder = later.comm, str(final)
+        perform(lambda: agree(comm, lambda: _commit(built, final, sums, limit, best) if writes else None), later)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._under_construction:
@@ -187,7 +206,8 @@ class ZeroCheckpointMixin:
 
 def _commit(built: Path, final: Path, sums: committed.Sums, limit: int | None, best: str | None) -> None:
     """Mark a folder as complete, give it its name, and remove checkpoints beyond the limit."""
-    committed.write_marker(built, sums)
+    with naming(built):
+        committed.write_marker(built, sums)
     committed.place(built, final)
     built.parent.rmdir()
     rotate_checkpoints(
