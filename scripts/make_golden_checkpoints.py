@@ -258,7 +258,8 @@ def make_plain():
             self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0, 1.0, 1.0, 1.0]))
 
         def forward(self, ids):
-            return self.head(torch.tanh(self.body(self.table(ids))) * self.scale)
+            hidden = torch.tanh(self.body(self.table(ids)))
+            return self.head(hidden * self.scale.to(hidden.dtype))
 
     torch.manual_seed(0)
     model = Plain()

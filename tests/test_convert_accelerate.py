@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint import STATE_NAME
@@ -13,13 +14,21 @@ from tests.harness import run_ranks
 CASE = "accelerate_zero2"
 
 
-def go_on(folder, stage):
-    """Three more steps of the loop, on the data of two ranks; the means of the losses, by step."""
+def go_on(folder, stage=None, save=None, **options):
+    """Three more steps of the loop, on the data of two ranks; the means of the losses, by step.
+
+    `stage=None` is the stock Accelerator. With `save` the state goes to that folder before.
+    """
     import hf_zero
 
-    accelerator = hf_zero.ZeroAccelerator(zero_plugin=hf_zero.ZeroPlugin(zero_stage=stage))
+    if stage is None:
+        accelerator = Accelerator(**options)
+    else:
+        accelerator = hf_zero.ZeroAccelerator(zero_plugin=hf_zero.ZeroPlugin(zero_stage=stage), **options)
     model, optimizer, schedule = accelerator.prepare(*make_plain())
     accelerator.load_state(str(folder))
+    if save is not None:
+        accelerator.save_state(str(save))
     found = {}
     mine = [accelerator.process_index] if accelerator.num_processes == 2 else [0, 1]
     for step in (4, 5, 6):
@@ -54,6 +63,23 @@ def test_weights_buffers_and_states_are_those_of_deepspeed(tmp_path):
     assert states.keys() == wanted.keys()
     for name, state in states.items():
         assert torch.equal(state, wanted[name]), name
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_stock_accelerator_goes_on_from_ours(precision, tmp_path):
+    """In bf16 ours has half weights and masters; the stock one keeps fp32 weights and computes under autocast."""
+    ours, saved, options = tmp_path / "ours", tmp_path / "saved", {"mixed_precision": precision}
+    assert convert(source(CASE), ours) == 0
+    wanted = run_ranks(go_on, ours, 3, save=saved, world_size=2, **options)[0]
+    assert convert(saved, tmp_path / "stock") == 0
+    names = {path.name for path in (tmp_path / "stock").iterdir()}
+    assert names >= {"model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"}
+    assert not names & {"COMMIT", STATE_NAME, "optimizer.pt"}
+    weights = load_file(tmp_path / "stock/model.safetensors")
+    told_weights = told_tensors(CASE)
+    assert all(torch.equal(weights[name], told_weights[f"{name}.weight"]) for name in weights if name != "scale")
+    found = run_ranks(go_on, tmp_path / "stock", world_size=1, **options)[0]
+    compare(found, wanted, 1e-6 if precision == "no" else 2e-2)
 
 
 def test_several_models_are_refused(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +138,26 @@ def test_the_loss_scale_of_fp16_goes_along(tmp_path):
     wanted = told_tensors("deepspeed_zero3_bf16")
     for name, weight in weights.items():
         assert torch.equal(weight, wanted[f"{name}.weight"].half()), name
+
+
+def is_mapped_from(tensor, path):
+    """Whether the memory of a tensor is that of a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return True
+    return False
+
+
+def test_values_stay_in_their_files_until_they_are_written():
+    from hf_zero.convert import deepspeed
+
+    folder = source("deepspeed_zero3")
+    tag = deepspeed.find(folder)
+    found = deepspeed.read(folder, tag)
+    path = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    for stored in (found.weights["lm_head.weight"], found.states["lm_head.weight"]["exp_avg"]):
+        (first, _), (second, values) = stored.parts()
+        assert (first, second) == (0, stored.numel // 2) and is_mapped_from(values, path)
+    assert not is_mapped_from(values.clone(), path), "this test can fail"

@@ -98,6 +98,16 @@ def test_the_loss_scale_becomes_that_of_torchs_scaler(tmp_path):
     assert scaler.get_scale() == 512.0 and scaler.state_dict()["_growth_tracker"] == 5
 
 
+def test_a_write_that_fails_leaves_nothing(imported, tmp_path, capsys, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+    monkeypatch.setattr(torch, "save", fail)
+    assert convert(imported, tmp_path / "stock") == 2
+    assert "optimizer.pt cannot be written: PytorchStreamWriter failed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def without_members(folder):
     """As saved before the groups' parameters were kept."""
     path = folder / STATE_NAME

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-zero convert",
         description="Import: turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) or FSDP (sharded) into one that "
         "hf_zero resumes from, at any stage and number of ranks. Export: turn a checkpoint of hf_zero into one that "
-        "the stock Trainer resumes from in one process. What SRC is decides which; it is only read.",
+        "the stock Trainer or Accelerator resumes from in one process. What SRC is decides which; it is only read.",
     )
     parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint-N, or what save_state or DeepSpeed wrote")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to make; it must not exist")

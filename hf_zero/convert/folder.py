@@ -29,7 +29,7 @@ _DESCRIBES = re.compile(r"(?!trainer_state\.json).*\.(json|jinja|model|txt)")
 
 def is_accelerates(folder: Path) -> bool:
     """Whether `Accelerator.save_state` has written a folder. Raises ZeroCheckpointError for several models in one."""
-    for name in ("pytorch_model_1", "pytorch_model_fsdp_1", "optimizer_1"):
+    for name in ("pytorch_model_1", "pytorch_model_fsdp_1", "optimizer_1", "model_1.safetensors"):
         if (folder / name).exists():
             raise ZeroCheckpointError(f"{folder / name}: a checkpoint with several models is not supported")
     return any(folder.glob("random_states_*.pkl"))
@@ -99,3 +99,11 @@ def note_dtype(folder: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_pickle(content: object, path: Path) -> None:
+    """`torch.save`, with an error that names the file."""
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # torch's writer of zip files has no other
+        raise ZeroCheckpointError(f"{path.name} cannot be written: {str(error).splitlines()[0]}") from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_zero import checkpoint, committed
 from hf_zero.comm import Communicator
 from hf_zero.convert import adapters
-from hf_zero.convert.folder import carried_files, new_folder, note_dtype
+from hf_zero.convert.folder import carried_files, new_folder, note_dtype, save_pickle
 from hf_zero.convert.source import Source, Stored, some, unwrapped
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.saving import StagedWeights
@@ -77,7 +77,7 @@ def write(source: Source, model: nn.Module | None, config: Path | None, target: 
     with new_folder(target, carried, state.nbytes + sum(file.nbytes for file in files.values())) as folder:
         schedule = folder / (SCHEDULE_NAME if config is not None or match.plan is None else ACCELERATE_SCHEDULE_NAME)
         if source.schedule is not None and not schedule.exists():
-            torch.save(source.schedule, schedule)
+            save_pickle(source.schedule, schedule)
         comm, sums = Communicator(), {}
         if match.plan is not None:
             staged = stage(folder, files, lambda: _weight_parts(match), comm, is_main=True)

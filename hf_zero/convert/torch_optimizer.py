@@ -1,4 +1,4 @@
-"""Writes one of our checkpoints as the stock Trainer's: weights in fp32, and torch's own state of the optimizer."""
+"""Writes one of our checkpoints as the stock libraries': weights in fp32, and torch's own state of the optimizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from hf_zero import checkpoint, committed
 from hf_zero.comm import Communicator
 from hf_zero.convert import adapters
-from hf_zero.convert.folder import carried_files, find_config, new_folder, note_dtype
+from hf_zero.convert.folder import carried_files, find_config, is_accelerates, new_folder, note_dtype, save_pickle
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.loading import weight_files
 from hf_zero.saving import StagedWeights
-from hf_zero.saving_plan import INDEX_NAME, SavePlan, plan_pretrained
+from hf_zero.saving_plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
 from hf_zero.sliced_file import SlicedFile, library_order
 from hf_zero.staging import Part, stage
 
 
-_OPTIMIZER_NAME, _SCALER_NAME = "optimizer.pt", "scaler.pt"
+_OPTIMIZER_NAME, _ACCELERATES_OPTIMIZER_NAME, _SCALER_NAME = "optimizer.pt", "optimizer.bin", "scaler.pt"
 _RANDOM_NAME, _RANDOM_OF_RANK_0 = "rng_state.pth", "rng_state_0.pth"
 # What torch's gradient scaler begins with, but for the scale.
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -102,15 +102,16 @@ def write(folder: Path, config: Path | None, build: Callable[[Path], nn.Module],
     carried, new = _weights_to_write(ours, config, build)
     with new_folder(target, carried, sum(file.nbytes for file in new.files.values()) + ours.state.nbytes) as built:
         new.write(built)
-        torch.save(_state_dict(ours, groups, members), built / _OPTIMIZER_NAME)
+        name = _ACCELERATES_OPTIMIZER_NAME if config is None and is_accelerates(folder) else _OPTIMIZER_NAME
+        save_pickle(_state_dict(ours, groups, members), built / name)
         if "loss_scale" in extra:
             scale = {"scale": extra["loss_scale"]["scale"], "_growth_tracker": extra["loss_scale"]["since_overflow"]}
-            torch.save({**_SCALER, **scale}, built / _SCALER_NAME)
+            save_pickle({**_SCALER, **scale}, built / _SCALER_NAME)
         if (built / _RANDOM_OF_RANK_0).exists() and not (built / _RANDOM_NAME).exists():
             shutil.copyfile(built / _RANDOM_OF_RANK_0, built / _RANDOM_NAME)  # of a run with one process
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     count = sum(len(names) for names in members)
-    return f"weights in fp32, {_OPTIMIZER_NAME} of {count} parameters in {len(groups)} groups; {nbytes / 1e6:,.1f} MB"
+    return f"weights in fp32, {name} of {count} parameters in {len(groups)} groups; {nbytes / 1e6:,.1f} MB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +138,10 @@ def _weights_to_write(
 ) -> tuple[list[Path], _NewWeights]:
     """The files that are carried over, and the weights that are not: those of which there are masters in fp32."""
     folder, unread = ours.folder, {checkpoint.STATE_NAME}
-    if adapters.present(folder):
-        carried = carried_files(folder, folder, unread)
-        return carried, _adapters_fp32(ours)
+    for_accelerate = config is None and is_accelerates(folder)
+    if for_accelerate or adapters.present(folder):
+        file = WEIGHTS_NAME if for_accelerate else adapters.WEIGHTS_NAME
+        return carried_files(folder, None, unread), _file_fp32(ours, file)
     config = find_config(folder, config)
     carried = carried_files(folder, config, unread)
     if ours.has_half_weights():
@@ -150,25 +152,32 @@ def _weights_to_write(
     return carried, _NewWeights()
 
 
-def _adapters_fp32(ours: _Ours) -> _NewWeights:
+def _trained_in(ours: _Ours, file: str) -> dict[str, str]:
+    """The parameter of every tensor in a file of adapters, or in accelerate's only one, of those that have masters."""
+    if file != adapters.WEIGHTS_NAME:
+        return {name: name for name in ours.masters}
     shapes = {name: ours.state.tensors[f"{name}.{checkpoint.MASTER}"][1] for name in ours.masters}
-    masters = {tensor: name for name, tensor in adapters.tensors(ours.folder, shapes).items()}
-    path = ours.folder / adapters.WEIGHTS_NAME
+    return {tensor: name for name, tensor in adapters.tensors(ours.folder, shapes).items()}
+
+
+def _file_fp32(ours: _Ours, file: str) -> _NewWeights:
+    """A file whose tensors are whole parameters, with the masters in the place of those that have one."""
+    path, trained = ours.folder / file, _trained_in(ours, file)
     old = SlicedFile.open(path)
     kinds = {
-        tensor: (torch.float32 if tensor in masters else dtype, shape)
+        tensor: (torch.float32 if tensor in trained else dtype, shape)
         for tensor, (dtype, shape) in old.tensors.items()
     }
 
     def parts() -> Iterator[Part]:
         for tensor in old.tensors:
-            if tensor in masters:
-                values = ours.state_tensor(f"{masters[tensor]}.{checkpoint.MASTER}")
+            if tensor in trained:
+                values = ours.state_tensor(f"{trained[tensor]}.{checkpoint.MASTER}")
             else:
                 values = _mapped(path, old, tensor)
-            yield adapters.WEIGHTS_NAME, tensor, 0, values.view(-1)
+            yield file, tensor, 0, values.view(-1)
 
-    return _NewWeights(files={adapters.WEIGHTS_NAME: SlicedFile(library_order(kinds), old.metadata)}, parts=parts)
+    return _NewWeights(files={file: SlicedFile(library_order(kinds), old.metadata)}, parts=parts)
 
 
 def _state_dict(ours: _Ours, groups: list[dict], members: list[list[str]]) -> dict:
