@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from benchmark_checkpoint_systems import STATE, SYSTEMS, WEIGHTS, Way, missing, prepare, raw_ways
+from benchmark_checkpoint_systems import STATE, SYSTEMS, WEIGHTS, Way, give_back_memory, missing, prepare, raw_ways
 from benchmark_report import describe_machine
 from benchmark_systems import SIZES, Case, build_model
 
@@ -121,6 +121,7 @@ def measure(action, folder: Path, *, saves: bool, memory: bool) -> Figures:
 
 def try_out(way: Way, folder: Path, *, memory: bool) -> dict[str, Figures]:
     """Save, drop from the page cache, load, remove."""
+    give_back_memory()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
         os.sync()  # nothing of what came before is left to write
@@ -140,8 +141,9 @@ def run(options: argparse.Namespace) -> dict[tuple[str, str], dict[str, list[Fig
     """Figures of every way, by (what, system), then by save and load; the last of each list has the memory."""
     case = Case(system="", size=options.size, precision="fp32", accumulation=1, rows=1, length=16)
     names = [name for name in options.systems if missing(name) is None]
-    ways = prepare(names, build_model(options.size), case)
-    numel = sum(param.numel() for param in build_model(options.size).parameters())
+    ways = prepare(names, case)
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in build_model(options.size).parameters())
     for what, width in ((STATE, 12), (WEIGHTS, 4)):
         ways += raw_ways(what, width * numel)
     found: dict[tuple[str, str], dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))

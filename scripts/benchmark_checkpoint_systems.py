@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import ctypes
+import gc
 import importlib
 import importlib.util
 import mmap
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmark_systems import DEEPSPEED, OPTIMIZER, Case, make_batches
+from benchmark_systems import DEEPSPEED, OPTIMIZER, Case, build_model, make_batches
 from torch import nn
 
 
@@ -32,9 +33,19 @@ class Way:
     load: Callable[[Path], object] | None = None
 
 
-def prepare(names: list[str], base: nn.Module, case: Case) -> list[Way]:
-    """Every way of the systems named; each trains a copy of `base` for a step, so that the optimizer has a state."""
-    return [way for name in names for way in SYSTEMS[name](copy.deepcopy(base), case)]
+def prepare(names: list[str], case: Case) -> list[Way]:
+    """Every way of the systems named; each trains the same model for a step, so that the optimizer has a state."""
+    ways: list[Way] = []
+    for name in names:
+        ways += SYSTEMS[name](build_model(case.size), case)
+        give_back_memory()
+    return ways
+
+
+def give_back_memory() -> None:
+    """Return what was freed to the machine: all systems stay in the same processes, beside the page cache."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def missing(name: str) -> str | None:
@@ -162,7 +173,11 @@ def deepspeed_ways(model: nn.Module, case: Case) -> Iterator[Way]:
     settings = {
         "train_micro_batch_size_per_gpu": case.rows,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "reduce_bucket_size": 10_000_000,  # its default takes 2 GB of each rank, whatever the model
+        },
     }
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
