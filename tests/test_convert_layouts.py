@@ -1,0 +1,100 @@
+"""DeepSpeed's layouts at other numbers of ranks than the golden checkpoints have, with the padding that they bring."""
+
+import math
+
+import pytest
+import torch
+
+from hf_zero.convert import deepspeed
+from hf_zero.errors import ZeroCheckpointError
+
+
+SHAPES = [{"a.weight": (5, 3), "b.weight": (7,), "c.weight": (1,)}, {"a.bias": (3,), "b.bias": (2, 2)}]
+NAMES = [name for group in SHAPES for name in group]
+ALL_RANKS = [1, 2, 3, 5, 8, 40]
+
+
+def values():
+    """A weight and a state for every parameter, all numbers different."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: shape for group in SHAPES for name, shape in group.items()}
+    return {kind: {n: torch.rand(s, generator=generator) for n, s in shapes.items()} for kind in ("weight", "exp_avg")}
+
+
+def padded(flat, multiple):
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % multiple), value=math.nan)
+
+
+def shared_out_whole(whole, ranks):
+    """Stages 1 and 2: a group is one vector, padded to twice the ranks and cut into equal parts."""
+    vectors = [padded(torch.cat([whole[name].flatten() for name in group]), 2 * ranks) for group in SHAPES]
+    return [[vector.chunk(ranks)[rank] for vector in vectors] for rank in range(ranks)]
+
+
+def shared_out_each(whole, ranks):
+    """Stage 3: every parameter is padded to the number of ranks and cut; a rank's parts lie behind each other."""
+    pieces = {name: padded(whole[name].flatten(), ranks).chunk(ranks) for group in SHAPES for name in group}
+    return [[torch.cat([pieces[name][rank] for name in group]) for group in SHAPES] for rank in range(ranks)]
+
+
+def write(folder, stage, ranks):
+    tag = folder / "global_step1"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text(tag.name)
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in SHAPES]
+    module = {name: torch.empty(0) if stage == 3 else value for name, value in values()["weight"].items()}
+    model = {"module": module, "param_shapes": shapes, "buffer_names": [], "shared_params": {}}
+    share_out = shared_out_each if stage == 3 else shared_out_whole
+    weights, states = (share_out(values()[kind], ranks) for kind in ("weight", "exp_avg"))
+    for rank in range(ranks):
+        groups = [{"lr": 0.1, "weight_decay": decay, "params": [number]} for number, decay in enumerate((0.1, 0.0))]
+        optimizer = {
+            "state": {g: {"step": torch.tensor(2.0), "exp_avg": flat} for g, flat in enumerate(states[rank])},
+            "param_groups": groups,
+        }
+        part = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks] * len(SHAPES)}
+        if stage == 3:
+            part |= {"fp32_flat_groups": weights[rank], "optimizer_state_dict": optimizer}
+            torch.save(model, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        else:
+            # What is saved of the last rank is shorter by the padding, but for the optimizer's states.
+            lean = [flat[~flat.isnan()] if rank == ranks - 1 else flat for flat in weights[rank]]
+            part |= {"single_partition_of_fp32_groups": lean, "base_optimizer_state": optimizer}
+        torch.save({"optimizer_state_dict": part}, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    if stage != 3:
+        torch.save(model, tag / "mp_rank_00_model_states.pt")
+    return tag
+
+
+def gathered(stored):
+    """A stored tensor, every element of which must be given once."""
+    flat = torch.full((stored.numel,), math.nan)
+    for start, part in stored.parts():
+        assert flat[start : start + part.numel()].isnan().all(), "given twice"
+        flat[start : start + part.numel()] = part
+    return flat.view(stored.shape)
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_element_is_found_at_any_number_of_ranks(stage, ranks, tmp_path):
+    found = deepspeed.read(tmp_path, write(tmp_path, stage, ranks))
+    assert found.what == f"DeepSpeed ZeRO-{stage} of {ranks} rank{'s' * (ranks > 1)}"
+    assert list(found.weights) == list(found.states) == NAMES
+    for name in NAMES:
+        assert torch.equal(gathered(found.weights[name]), values()["weight"][name]), name
+        assert torch.equal(gathered(found.states[name]["exp_avg"]), values()["exp_avg"][name]), name
+    assert [group.names for group in found.groups] == [list(group) for group in SHAPES]
+    assert [group.options["weight_decay"] for group in found.groups] == [0.1, 0.0]
+    assert found.groups[0].scalars == {"step": {"tensor": 2.0, "dtype": "float32"}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shapes_that_ask_for_another_number_of_elements_are_refused(stage, tmp_path, monkeypatch):
+    tag = write(tmp_path, stage, 3)
+    for path in tag.glob("*_model_states.pt"):
+        model = torch.load(path)
+        model["param_shapes"][0]["a.weight"] = torch.Size([5, 9])
+        torch.save(model, path)
+    with pytest.raises(ZeroCheckpointError, match="the shapes of .*group 0 ask for"):
+        deepspeed.read(tmp_path, tag)
