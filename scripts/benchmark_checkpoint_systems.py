@@ -196,6 +196,12 @@ def deepspeed_ways(model: nn.Module, case: Case) -> Iterator[Way]:
     )
 
 
+def remove_deepspeed_buffers() -> None:
+    """Its collectives on CPU leave a buffer of each rank in shared memory, for ever."""
+    for path in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"):
+        path.unlink()
+
+
 # -- the bare disk --------------------------------------------------------------------------------------------------
 
 
