@@ -71,6 +71,7 @@ CASES = {
     },
     "deepspeed_zero3_lora": {"deepspeed": {"stage": 3}, "model": TIED, "lora": ["q_proj", "down_proj"]},
     "accelerate_zero2": {"deepspeed": {"stage": 2}, "loop": True},
+    "accelerate_zero3": {"deepspeed": {"stage": 3}, "loop": True},
     "fsdp2": {"fsdp": {}, "model": TIED, "frozen": ["model.layers.0."]},
 }
 # What an import does not read, and the random states, which only one case needs.
@@ -253,9 +254,10 @@ def make_plain():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table, self.body, self.head = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 13, bias=False)
+            # Odd sizes, so that there is padding.
+            self.table, self.body, self.head = nn.Embedding(13, 5), nn.Linear(5, 5), nn.Linear(5, 13, bias=False)
             self.head.weight = self.table.weight
-            self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0, 1.0, 1.0, 1.0]))
+            self.register_buffer("scale", torch.tensor([0.5, 2.0, 1.0, 1.0, 1.0]))
 
         def forward(self, ids):
             hidden = torch.tanh(self.body(self.table(ids)))

@@ -14,6 +14,7 @@ from tests.trainers import forget_accelerate
 
 
 GOLDEN = Path(__file__).parent / "golden"
+LOOPS = [case for case in CASES if "loop" in CASES[case]]
 ADAPTERS = [case for case in CASES if "lora" in CASES[case]]
 DEEPSPEED = [case for case in CASES if "deepspeed" in CASES[case] and not {"loop", "lora"} & CASES[case].keys()]
 
