@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import transformers
@@ -25,6 +26,7 @@ HOST, DISK = Home.HOST, Home.DISK
 SHORT = ["--no-gradient-checkpointing", "--seq-len", "16"]
 OPTIMIZER_ON_HOST = Homes(optimizer=HOST)
 ALL_ON_HOST = Homes(optimizer=HOST, parameters=HOST)
+PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 ALL_ON_DISK = Homes(optimizer=DISK, parameters=DISK)
 
 
@@ -190,6 +192,9 @@ def test_traced_bytes_follow_the_formula(stage, ranks):
 def test_known_cases(billions, ranks, stage, homes, device, host, disk):
     held = offloaded_bytes(billions, ranks, stage, homes)
     assert list(held.values()) == [device, host, disk]
+    on_node = [f"{min(ranks, 8) * count:,g}" for count in (host, disk)]
+    row = [line for line in PAGE.splitlines() if line.startswith(f"| {billions:,}B | {ranks} | {stage} ")]
+    assert any(line.endswith(f" | {device:,g} | {' | '.join(on_node)} |") for line in row), row
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
