@@ -25,9 +25,6 @@ from hf_zero.unit import Unit, UnitListener
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# The share of a unit that makes a parameter travel alone.
-_DOMINANT = 0.9
-
 # Message tags of one unit's buffers; they need to differ among what is under way at one time only.
 _TAGS_PER_UNIT = 64
 
@@ -85,17 +82,10 @@ class UnitBuilder:
         return Unit(plan.name, index, buffers, gradients, listener)
 
     def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
-        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size.
-
-        A parameter that is nearly all of its unit (the output head beside the final norm) travels alone: its gradient,
-        the largest of the model, is then reduced where autograd has left it.
-        """
+        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""
         sizes = [self.config.elements(name, 4) for name in ("reduce_bucket_size", "allgather_bucket_size")]
         room = math.inf if self.placements.parameter is Placement.SHARDED else min(sizes)
         for key, params in split.items():
-            total = sum(p.numel() for p in params.values())
-            for name in [name for name, p in params.items() if len(params) > 1 and p.numel() > _DOMINANT * total]:
-                yield key, {name: params.pop(name)}
             bucket: dict[str, nn.Parameter] = {}
             for name, param in params.items():
                 if bucket and sum(p.numel() for p in bucket.values()) + param.numel() > room:

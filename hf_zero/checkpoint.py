@@ -14,7 +14,7 @@ from hf_zero.comm import Communicator
 from hf_zero.committed import compare_sums
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
-from hf_zero.masters import MasterGroup
+from hf_zero.masters import Piece
 from hf_zero.sliced_file import SlicedFile
 from hf_zero.staging import Part, add_up, agree, stage
 
@@ -136,12 +136,12 @@ def _in_file(
             yield name, start, values
 
 
-def _states(piece_group: MasterGroup, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The flat tensors that belong to a master group, by kind."""
-    flats = {MASTER: piece_group.weight.detach()}
+def _states(piece: Piece, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The flat tensors that belong to a piece, by kind."""
+    flats = {MASTER: piece.values}
     for optimizer in optimizers:
-        for kind, value in optimizer.state.get(piece_group.weight, {}).items():
-            if isinstance(value, Tensor) and value.shape == piece_group.weight.shape and value.dim() == 1:
+        for kind, value in optimizer.state.get(piece.weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == piece.weight.shape and value.dim() == 1:
                 flats[kind] = value
     return flats
 
@@ -153,7 +153,7 @@ def _agreed_kinds(
     mine: dict[str, dict[str, torch.dtype]] = {}
     for buffer in buffers:
         for piece in buffer.pieces:
-            flats = {kind: flat.dtype for kind, flat in _states(piece.group, optimizers).items()}
+            flats = {kind: flat.dtype for kind, flat in _states(piece, optimizers).items()}
             for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
                 mine[buffer.names[span.index]] = flats
     merged: dict[str, dict[str, torch.dtype]] = {}
@@ -170,10 +170,10 @@ def _parts(
         if comm is not None and not buffer.owns_slice and comm.rank != 0:
             continue  # every rank owns everything: one writes
         for piece in buffer.pieces:
-            for kind, flat in _states(piece.group, optimizers).items():
+            for kind, flat in _states(piece, optimizers).items():
                 for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
-                    at = piece.offset + span.offset
-                    yield f"{buffer.names[span.index]}.{kind}", span.start, flat[at : at + span.numel]
+                    values = flat[span.offset : span.offset + span.numel]
+                    yield f"{buffer.names[span.index]}.{kind}", span.start, values
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -217,7 +217,7 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
     """Make room for the state tensors that the file has for this rank's part of the buffer."""
     adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for piece in buffer.pieces:
-        weight = piece.group.weight
+        weight = piece.weight
         if id(weight) not in adopted:
             continue
         spans = buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop)
@@ -227,10 +227,9 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
             for name in (name for name in file.tensors if name.startswith(prefix)):
                 kind = name.removeprefix(prefix)
                 if kind != MASTER and "." not in kind:
-                    dtype = file.tensors[name][0]
-                    optimizer.state[weight].setdefault(
-                        kind, torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-                    )
+                    state = optimizer.state[weight]
+                    if kind not in state:
+                        state[kind] = torch.zeros_like(weight, dtype=file.tensors[name][0], requires_grad=False)
 
 
 def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> set[str]:

@@ -101,7 +101,7 @@ class Communicator:
 
     def _pending_read(self, read: Read, kind: str, what: Message) -> Pending:
         label = f"{kind} of {what.name}"
-        return Pending([read], read.finish, label, monitor=self.monitor, waited=self.waited, ready=read.ready)
+        return Pending([read], read.finish, label, monitor=self.monitor, waited=self.waited, beside=False)
 
     def reads_peers(self, device: torch.device) -> bool:
         """Whether ranks read each other's memory."""

@@ -98,7 +98,7 @@ class ZeroEngine:
         broadcast_buffers(model, self.comm, self.device)
         made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
         self.units = list(made.values())
-        self.groups = list(dict.fromkeys(piece.group for buffer in self.buffers for piece in buffer.pieces))
+        self.masters = [piece.weight for buffer in self.buffers for piece in buffer.pieces]
         self.schedule = Schedule(
             self.units,
             limits=make_limits(config),
@@ -159,7 +159,7 @@ class ZeroEngine:
         """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
         binding, states = adopt(optimizer, self, self._home(), self._bound())
         self.bindings.append(binding)
-        self.groups = repack(self.bindings, self.buffers, states)
+        self.masters = repack(self.bindings, self.buffers, states)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
         optimizer.register_step_post_hook(lambda *_: self.after_step())
 
@@ -168,7 +168,7 @@ class ZeroEngine:
         self.refresh_structure()
         binding = self._binding_of(optimizer)
         states = binding.take_new_groups(self._home(), self._bound())
-        self.groups = repack(self.bindings, self.buffers, states)
+        self.masters = repack(self.bindings, self.buffers, states)
 
     def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         return next(binding for binding in self.bindings if binding.optimizer is optimizer)
@@ -180,7 +180,7 @@ class ZeroEngine:
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """What `optimizer.load_state_dict()` does. Raises ValueError where the state does not fit."""
         states = take_named_state(self._binding_of(optimizer), self.buffers, state_dict)
-        self.groups = repack(self.bindings, self.buffers, states)
+        self.masters = repack(self.bindings, self.buffers, states)
 
     def _home(self) -> dict[nn.Parameter, FlatBuffer]:
         return {param: buffer for buffer in self.buffers for param in buffer.params}
@@ -216,7 +216,7 @@ class ZeroEngine:
             self._watches[new] = self.schedule.watch(new)
             for _, point in self._points:
                 point.units = [new if candidate is unit else candidate for candidate in point.units]
-        self.groups = repack(self.bindings, self.buffers, whole)
+        self.masters = repack(self.bindings, self.buffers, whole)
         self.schedule.units_changed()
 
     # -- the training loop ----------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class ZeroEngine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
         self._finish_reductions()
-        norm = self.control.measure(self.groups, float(norm_type))
-        grad_norm.clip_(self.groups, norm, float(max_norm))
+        norm = self.control.measure(self.masters, float(norm_type))
+        grad_norm.clip_(self.masters, norm, float(max_norm))
         return norm
 
     def undo(self) -> None:
@@ -258,8 +258,8 @@ class ZeroEngine:
         model.__class__ = type(model).__bases__[-1]
 
     def zero_grad(self) -> None:
-        for group in self.groups:
-            group.weight.grad = None
+        for master in self.masters:
+            master.grad = None
         self.drop_local_gradients()
 
     def drop_local_gradients(self) -> None:
@@ -275,7 +275,7 @@ class ZeroEngine:
 
     @property
     def has_gradients(self) -> bool:
-        return self.has_local_gradients or any(group.weight.grad is not None for group in self.groups)
+        return self.has_local_gradients or any(master.grad is not None for master in self.masters)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -290,7 +290,7 @@ class ZeroEngine:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""
         self._finish_reductions()
-        self.control.before(optimizer, self.groups, self._gradients())
+        self.control.before(optimizer, self.masters, self._gradients())
         for unit in self.units:
             if not unit.sharded:
                 unit.unshard()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero import access, deferred
 from hf_zero.comm import Communicator
 from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
-from hf_zero.masters import MasterGroup, Piece
+from hf_zero.masters import Piece
 from hf_zero.pending import NAMELESS, Message, Pending
 from hf_zero.placement import Placement, Placements
 
@@ -23,7 +23,7 @@ class FlatBuffer:
     the values back to the place where forward saw them. Released means that the storage has zero bytes; the views
     keep their shapes.
 
-    At rest a rank keeps `[begin, end)` of the range: in fp32 master groups where the parameters are trained
+    At rest a rank keeps `[begin, end)` of the range: in fp32 masters where the parameters are trained
     (`pieces`), in `frozen_rest` where they are frozen and sharded, and nowhere but in `full` where they are frozen and
     replicated.
     """
@@ -74,9 +74,8 @@ class FlatBuffer:
             owned = values[self.begin : self.end]
             self.full = values.to(self.dtype)
         if self.trainable:
-            group = MasterGroup(owned.numel(), self.master_dtype, device)
-            group.weight.detach().copy_(owned)
-            self.pieces = [Piece(0, owned.numel(), group, 0)]
+            self.pieces = [Piece(0, owned.numel(), self.master_dtype, device)]
+            self.pieces[0].values.copy_(owned)
         elif self.sharded:
             self.frozen_rest = owned.to(rest_dtype, copy=True)
         self._point_parameters()
@@ -153,7 +152,7 @@ class FlatBuffer:
         """(start, stop, values) of what this rank keeps at rest, positions counted from `begin`."""
         if self.frozen_rest is not None:
             return [(0, self.end - self.begin, self.frozen_rest)]
-        return [(piece.start, piece.stop, piece.weight) for piece in self.pieces]
+        return [(piece.start, piece.stop, piece.values) for piece in self.pieces]
 
     def gather(self) -> Pending:
         """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
@@ -186,7 +185,7 @@ class FlatBuffer:
         return (self.owns_slice or self.comm.world_size == 1) and self.comm.takes_parts(self.full.device)
 
     def reduce(self, parts: Sequence[Tensor], scale: float) -> Pending:
-        """Add `scale` times the mean over ranks to the gradients of the master groups, once it is waited for.
+        """Add `scale` times the mean over ranks to the gradients of the masters, once it is waited for.
 
         `parts` are unreduced gradients, flat and end to end as the parameters are in `full`.
         """

@@ -1,4 +1,4 @@
-"""The global gradient norm over sharded master groups, and clipping by it."""
+"""The global gradient norm over sharded masters, and clipping by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Communicator
-from hf_zero.masters import MasterGroup
 
 
 # torch's fp32 norm of a long vector on CPU adds into too few accumulators: 6e-4 off at 16M elements (measured). Norms
@@ -24,12 +23,12 @@ def _sum_of_squares(flat: Tensor) -> Tensor:
     return total + rest.double().square().sum()
 
 
-def global_norm(groups: Iterable[MasterGroup], comm: Communicator, sharded: bool, norm_type: float = 2.0) -> Tensor:
+def global_norm(masters: Iterable[Tensor], comm: Communicator, sharded: bool, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients (fp32 scalar): one pass over this rank's part and one scalar all-reduce.
 
     Supports the 2-norm and the infinity norm. Raises ValueError for others.
     """
-    grads = [group.weight.grad for group in groups if group.weight.grad is not None and group.weight.numel()]
+    grads = [master.grad for master in masters if master.grad is not None and master.numel()]
     device = next((grad.device for grad in grads), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == math.inf:
@@ -45,13 +44,13 @@ def global_norm(groups: Iterable[MasterGroup], comm: Communicator, sharded: bool
     return (total if norm_type == math.inf else total.sqrt()).float()
 
 
-def clip_(groups: Iterable[MasterGroup], norm: Tensor, max_norm: float) -> None:
+def clip_(masters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), as torch does, without waiting for the device."""
     if max_norm == math.inf:
         return
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return  # a pass over all gradients saved; on a device, looking at the factor would cost more than the pass
-    for group in groups:
-        if group.weight.grad is not None:
-            group.weight.grad.mul_(factor.to(group.weight.grad.device))
+    for master in masters:
+        if master.grad is not None:
+            master.grad.mul_(factor.to(master.grad.device))

@@ -1,4 +1,4 @@
-"""Gradients of one flat buffer: unreduced sums as they arrive, and their reduction into the master groups."""
+"""Gradients of one flat buffer: unreduced sums as they arrive, and their reduction into the masters."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class GradientBuffer:
         return parts
 
     @property
-    def reduction_is_ready(self) -> bool:
-        """Whether `finish_reduce` would not stand still."""
-        return self._pending is None or self._pending.ready
+    def reduces_beside(self) -> bool:
+        """Whether a reduction is under way that goes on by itself."""
+        return self._pending is not None and self._pending.beside
 
     def finish_reduce(self) -> None:
         """Wait for a reduction under way, whose result is added to the gradients of the masters."""
@@ -118,7 +118,7 @@ class GradientBuffer:
 
     def whole(self, param: nn.Parameter) -> Tensor:
         """The mean over ranks for one parameter; a collective of the whole buffer."""
-        flats = [piece.grad for piece in self.buffer.pieces]
+        flats = [piece.weight.grad for piece in self.buffer.pieces]
         return self.buffer.gather_flat(flats, self.buffer.master_dtype)[self.buffer.index_of(param)]
 
     def put(self, param: nn.Parameter, value: Tensor | None) -> None:
@@ -129,22 +129,21 @@ class GradientBuffer:
         for piece in self.buffer.pieces:
             begin = self.buffer.begin + piece.start
             for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
-                if span.index == index and piece.grad is not None:
-                    part = piece.grad[span.offset : span.offset + span.numel]
+                if span.index == index and piece.weight.grad is not None:
+                    part = piece.weight.grad[span.offset : span.offset + span.numel]
                     part.copy_(torch.zeros(()) if flat is None else flat[span.start : span.start + span.numel])
         if value is None:
             self.used.discard(index)
 
     def unused_spans(self) -> Iterator[tuple[Piece, int, int]]:
-        """The parameters that got no gradient on this rank, as (piece, start, stop in its master group)."""
+        """The parameters that got no gradient on this rank, as (piece, start, stop in it)."""
         if len(self.used) == len(self.buffer.params):
             return
         for piece in self.buffer.pieces:
             begin = self.buffer.begin + piece.start
             for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
                 if span.index not in self.used:
-                    start = piece.offset + span.offset
-                    yield piece, start, start + span.numel
+                    yield piece, span.offset, span.offset + span.numel
 
     def end_backward(self) -> None:
         self._arrived.clear()

@@ -40,10 +40,10 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
             if buffer.frozen_rest is not None:
                 found["parameters"].append(buffer.frozen_rest)
         found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
-    for group in engine.groups:
-        found["master weights"].append(group.weight)
-        if group.weight.grad is not None:
-            found["gradients"].append(group.weight.grad)
+    for master in engine.masters:
+        found["master weights"].append(master)
+        if master.grad is not None:
+            found["gradients"].append(master.grad)
     for optimizer in engine.optimizers:
         for state in optimizer.state.values():
             found["optimizer states"] += [value for value in state.values() if isinstance(value, Tensor)]
@@ -129,7 +129,7 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
         if buffer.frozen_rest is not None:
             count["parameters"] += buffer.frozen_rest.nbytes
         for piece in buffer.pieces:
-            numel, weight = piece.stop - piece.start, piece.group.weight
+            numel, weight = piece.numel, piece.weight
             count["optimizer"] += numel * weight.itemsize + _state_bytes(piece, states.get(weight, {}))
             if weight.grad is not None:
                 count["gradients"] += numel * weight.grad.itemsize
@@ -140,8 +140,8 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
 
 
 def _state_bytes(piece: Piece, state: dict[str, object]) -> int:
-    flats = [v for v in state.values() if isinstance(v, Tensor) and v.shape == piece.group.weight.shape]
-    return sum((piece.stop - piece.start) * flat.itemsize for flat in flats)
+    flats = [v for v in state.values() if isinstance(v, Tensor) and v.shape == piece.weight.shape]
+    return sum(piece.numel * flat.itemsize for flat in flats)
 
 
 def _finish_gathers(engine: ZeroEngine | None) -> None:

@@ -1,4 +1,4 @@
-"""Puts flat master groups in the place of an optimizer's parameters; the optimizer object stays the user's."""
+"""Puts flat masters in the place of an optimizer's parameters; the optimizer object stays the user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_zero.elementwise import check_elementwise
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.layout import Span
-from hf_zero.masters import MasterGroup, Piece
+from hf_zero.masters import Piece
 
 
 # Whole tensors by parameter and kind ("weight", "exp_avg", ...), for parameters whose masters are not in a piece yet.
@@ -121,57 +121,42 @@ def take_named_state(binding: Binding, buffers: Iterable[FlatBuffer], state_dict
     return {params_of[name]: dict(values) for name, values in state_dict["state"].items()}
 
 
-def repack(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[MasterGroup]:
-    """Lay the masters out anew: one flat tensor per optimizer group and dtype, [unit][slice].
+def repack(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[Tensor]:
+    """Lay the masters out anew: in every buffer, one flat tensor for each run of parameters of one optimizer group.
 
     Weights and state come from the present pieces, or from `whole` where it names the parameter. Trainable parameters
-    that no optimizer holds share a group of their own, which nothing steps. Returns all groups.
+    that no optimizer holds have masters that nothing steps. Returns all masters.
     """
-    buffers = [buffer for buffer in buffers if buffer.trainable]
     labels = {
         param: (b, g)
         for b, binding in enumerate(bindings)
         for g, params in enumerate(binding.groups)
         for param in params
     }
-    plans, numels = _plan(buffers, labels)
-    device = buffers[0].full.device if buffers else torch.device("cpu")
-    groups = {key: MasterGroup(numel, key[1], device) for key, numel in numels.items()}
-    states: dict[MasterGroup, dict[str, object]] = {group: {} for group in groups.values()}
     old_states = {weight: state for binding in bindings for weight, state in binding.optimizer.state.items()}
+    states: dict[Tensor, dict[str, object]] = {}
     scalars = _scalar_kinds(whole)
-    used = dict.fromkeys(groups, 0)
-    for buffer, runs in plans:
+    members: dict[tuple[int, int] | None, list[Piece]] = defaultdict(list)
+    for buffer in (buffer for buffer in buffers if buffer.trainable):
+        own = [labels.get(param) for param in buffer.params]
         pieces = []
-        for key, start, stop in runs:
-            pieces.append(Piece(start, stop, groups[key], used[key]))
-            used[key] += stop - start
-        for piece in pieces:
-            _fill_from_pieces(buffer, piece, states[piece.group], old_states)
-            _fill_from_whole(buffer, piece, states[piece.group], whole, scalars)
+        for label, start, stop in buffer.layout.runs(buffer.begin, buffer.end, own):
+            piece = Piece(start, stop, buffer.master_dtype, buffer.full.device)
+            state: dict[str, object] = {}
+            _fill_from_pieces(buffer, piece, state, old_states)
+            _fill_from_whole(buffer, piece, state, whole, scalars)
+            states[piece.weight] = state
+            pieces.append(piece)
+            members[label].append(piece)
         buffer.pieces = pieces
+        for label in set(own) - members.keys():  # a rank that owns nothing of a group has an empty tensor for it
+            members[label].append(Piece(0, 0, buffer.master_dtype, buffer.full.device))
     for b, binding in enumerate(bindings):
         binding.optimizer.state = defaultdict(dict)
         for g, group in enumerate(binding.optimizer.param_groups[: len(binding.groups)]):
-            members = [master for (label, _), master in groups.items() if label == (b, g)]
-            group["params"] = [master.weight for master in members]
-            binding.optimizer.state.update({m.weight: states[m] for m in members if states[m]})
-    return list(groups.values())
-
-
-def _plan(buffers: list[FlatBuffer], labels: dict) -> tuple[list, dict]:
-    """Per buffer the (key, start, stop) runs of what this rank owns, and the elements of every key."""
-    numels: dict[tuple, int] = {}
-    plans = []
-    for buffer in buffers:
-        keys = [(labels.get(param), buffer.master_dtype) for param in buffer.params]
-        for key in keys:
-            numels.setdefault(key, 0)  # a rank that owns nothing of a group has an empty tensor for it
-        runs = buffer.layout.runs(buffer.begin, buffer.end, keys)
-        for key, start, stop in runs:
-            numels[key] += stop - start
-        plans.append((buffer, runs))
-    return plans, numels
+            group["params"] = [piece.weight for piece in members[b, g]]
+            binding.optimizer.state.update({w: states[w] for w in group["params"] if states.get(w)})
+    return [piece.weight for pieces in members.values() for piece in pieces]
 
 
 def _scalar_kinds(whole: WholeStates) -> set[str]:
@@ -189,15 +174,14 @@ def _fill_from_pieces(buffer: FlatBuffer, piece: Piece, state: dict, old_states:
         low, high = max(piece.start, old.start), min(piece.stop, old.stop)
         if low >= high:
             continue
-        old_weight = old.group.weight
-        target = slice(piece.offset + low - piece.start, piece.offset + high - piece.start)
-        source = slice(old.offset + low - old.start, old.offset + high - old.start)
-        piece.group.weight.detach()[target] = old_weight.detach()[source]
-        for kind, value in old_states.get(old_weight, {}).items():
-            if isinstance(value, Tensor) and value.shape == old_weight.shape and value.dim() == 1:
-                _flat(piece.group, state, kind, value.dtype)[target] = value[source]
+        target = slice(low - piece.start, high - piece.start)
+        source = slice(low - old.start, high - old.start)
+        piece.values[target] = old.values[source]
+        for kind, value in old_states.get(old.weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == old.weight.shape and value.dim() == 1:
+                _flat(piece, state, kind, value.dtype)[target] = value[source]
             else:
-                state[kind] = value
+                state[kind] = _copy(value)
 
 
 def _fill_from_whole(buffer: FlatBuffer, piece: Piece, state: dict, whole: WholeStates, scalars: set[str]) -> None:
@@ -206,21 +190,26 @@ def _fill_from_whole(buffer: FlatBuffer, piece: Piece, state: dict, whole: Whole
     if not spans:  # padding only, which belongs to the last parameter's group
         spans = [Span(index=len(buffer.params) - 1, start=0, offset=0, numel=0)]
     for span in spans:
-        target = slice(piece.offset + span.offset, piece.offset + span.offset + span.numel)
+        target = slice(span.offset, span.offset + span.numel)
         for kind, value in whole.get(buffer.params[span.index], {}).items():
             if kind in scalars:
-                state[kind] = value
+                state[kind] = _copy(value)
                 continue
             part = value.detach().reshape(-1)[span.start : span.start + span.numel]
             if kind == _WEIGHT:
-                piece.group.weight.detach()[target] = part
+                piece.values[target] = part
             else:
-                _flat(piece.group, state, kind, value.dtype)[target] = part
+                _flat(piece, state, kind, value.dtype)[target] = part
 
 
-def _flat(group: MasterGroup, state: dict, kind: str, dtype: torch.dtype) -> Tensor:
+def _copy(value: object) -> object:
+    """A step count of its own for every piece: optimizers count in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _flat(piece: Piece, state: dict, kind: str, dtype: torch.dtype) -> Tensor:
     if kind not in state:
-        state[kind] = torch.zeros_like(group.weight, dtype=dtype, requires_grad=False)
+        state[kind] = torch.zeros_like(piece.weight, dtype=dtype, requires_grad=False)
     return state[kind]
 
 
@@ -233,7 +222,7 @@ def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> Who
             continue
         mine: dict[str, object] = {_WEIGHT: buffer.master_dtype}
         for piece in buffer.pieces:
-            weight = piece.group.weight
+            weight = piece.weight
             for kind, value in old_states.get(weight, {}).items():
                 is_flat = isinstance(value, Tensor) and value.shape == weight.shape and value.dim() == 1
                 mine[kind] = value.dtype if is_flat else value
@@ -256,5 +245,4 @@ def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> Who
 def _piece_of(piece: Piece, kind: str, states: dict) -> Tensor | None:
     if kind == _WEIGHT:
         return piece.weight
-    flat = states.get(piece.group.weight, {}).get(kind)
-    return None if flat is None else flat[piece.offset : piece.offset + piece.stop - piece.start]
+    return states.get(piece.weight, {}).get(kind)

@@ -38,11 +38,16 @@ class HookPlan:
 # An embedding smaller than this share of the model (position tables, token types) is not worth a collective.
 _SMALL_EMBEDDING = 0.01
 
+# Nor is a module behind the blocks that is smaller than this share of the last block.
+_LIGHT_TAIL = 0.1
+
 
 def partition(
     model: nn.Module, persistent: Callable[[nn.Parameter], bool] | None = None
 ) -> tuple[list[UnitPlan], list[HookPlan]]:
-    """Units in the order [persistent, rest, embeddings, blocks, head], and the modules to hook, the model first.
+    """Units in the order [persistent, rest, embeddings, blocks, tail], and the modules to hook, the model first.
+
+    The tail is the output head; what is small there (the final norm) belongs to the last block's unit.
 
     `persistent` picks parameters that stay whole on every rank; they make one unit, which the model itself needs.
     Parameters that several modules share belong to the first unit that holds them; every hooked module names all
@@ -60,8 +65,11 @@ def partition(
             owner[param] = whole
             whole.params[param_name] = param
     embedding_units = [_claim(owner, names[module], [module], names) for module in embeddings]
-    block_units = [_claim(owner, names[module], [module], names) for module in blocks]
-    tail_units = [_claim(owner, "+".join(names[module] for module in tail), tail, names)] if tail else []
+    light = [module for module in tail if _numel(module) < _LIGHT_TAIL * _numel(blocks[-1])]
+    heavy = [module for module in tail if module not in light]
+    block_units = [_claim(owner, names[module], [module], names) for module in blocks[:-1]]
+    block_units += [_claim(owner, names[module], [module, *light], names) for module in blocks[-1:]]
+    tail_units = [_claim(owner, "+".join(names[module] for module in heavy), heavy, names)] if heavy else []
     rest = _claim(owner, ROOT, [model], names)
 
     units = [unit for unit in [whole, rest, *embedding_units, *block_units, *tail_units] if unit.params]
@@ -70,6 +78,10 @@ def partition(
         needed = dict.fromkeys(owner[param] for param in module.parameters())
         hooks.append(HookPlan(names[module], module, list(needed)))
     return units, hooks
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _has_params(module: nn.Module) -> bool:

@@ -165,11 +165,6 @@ class PeerMemory:
 
     # -- the peers' memory ----------------------------------------------------------------------------------------
 
-    def has_offers(self, kind: int, tag: int) -> bool:
-        """Whether every peer has offered; does not wait."""
-        self._take(block=False)
-        return all(self._offered.get((peer, kind, tag)) for peer in self.ranks)
-
     def expect(self, kind: int, tag: int) -> None:
         """Wait until every peer has offered. Raises RuntimeError where one has ended instead."""
         while missing := {peer for peer in self.ranks if not self._offered.get((peer, kind, tag))}:

@@ -25,9 +25,6 @@ class Read:
         self._peers, self._key = peers, (kind, tag)
         self.finish = finish
 
-    def ready(self) -> bool:
-        return self._peers.has_offers(*self._key)
-
     def wait(self) -> None:
         self._peers.expect(*self._key)
 

@@ -41,7 +41,8 @@ class Pending:
     Args:
         works: what to wait for before `finish` can run.
         label: its name for people.
-        ready: whether `wait` would not stand still (default: nobody knows).
+        beside: it goes on while this process does other things. Otherwise there is nothing to be gained by waiting
+            late, and memory is held for longer.
         waited: where the seconds of standing still are added up, by the first word of the label.
     """
 
@@ -53,15 +54,12 @@ class Pending:
         *,
         monitor: HangMonitor | None = None,
         waited: Counter[str] | None = None,
-        ready: Callable[[], bool] | None = None,
+        beside: bool = True,
     ) -> None:
-        self._works, self._finish, self._ready = works, finish, ready
+        self._works, self._finish = works, finish
+        self.beside = beside
         self._label, self._monitor = label, monitor
         self._waited = Counter() if waited is None else waited
-
-    @property
-    def ready(self) -> bool:
-        return self._finish is None or (self._ready is not None and self._ready())
 
     def wait(self) -> None:
         if self._finish is None:
@@ -74,7 +72,7 @@ class Pending:
                 self._monitor.wait(self._label, self._wait_for_works)
             self._finish()
         self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
-        self._works, self._finish, self._ready = (), None, None
+        self._works, self._finish = (), None
 
     def _wait_for_works(self) -> None:
         for work in self._works:

@@ -14,7 +14,7 @@ from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.gradients import GradientBuffer
 from hf_zero.loss_scale import LossScaler
-from hf_zero.masters import MasterGroup, Untouched
+from hf_zero.masters import Untouched
 
 
 logger = logging.getLogger(__name__)
@@ -40,38 +40,36 @@ class StepControl:
         self._consecutive_skips = 0
         self._untouched = Untouched()
 
-    def measure(self, groups: Iterable[MasterGroup], norm_type: float = 2.0) -> Tensor:
+    def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks' gradients; a collective."""
-        norm = grad_norm.global_norm(groups, self.comm, self.sharded, norm_type)
+        norm = grad_norm.global_norm(masters, self.comm, self.sharded, norm_type)
         self.norm = norm
         return norm
 
-    def before(
-        self, optimizer: torch.optim.Optimizer, groups: list[MasterGroup], gradients: list[GradientBuffer]
-    ) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
         """Leave `optimizer` nothing to step where the step must be skipped, and put untouched parameters aside."""
         if self.checks:
-            norm = self.measure(groups) if self.norm is None else self.norm
+            norm = self.measure(masters) if self.norm is None else self.norm
             self.skipped = not math.isfinite(norm.item())
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         if self.skipped:
-            self._skip(groups, gradients)
+            self._skip(masters, gradients)
             return
         self._consecutive_skips = 0
         stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for gradient in gradients:
             for piece, start, stop in gradient.unused_spans():
-                if id(piece.group.weight) in stepped:
-                    state = optimizer.state.get(piece.group.weight, {})
-                    self._untouched.put_aside(piece.group, state, start, stop)
+                if id(piece.weight) in stepped:
+                    state = optimizer.state.get(piece.weight, {})
+                    self._untouched.put_aside(piece, state, start, stop)
 
-    def _skip(self, groups: list[MasterGroup], gradients: list[GradientBuffer]) -> None:
+    def _skip(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
         names = self.comm.all_gather_object(_first_bad(gradients))
         found = [entry for entry in names if entry is not None]
         self.first_bad = min(found)[-1] if found else None
-        for group in groups:
-            group.weight.grad = None
+        for master in masters:
+            master.grad = None
         self._consecutive_skips += 1
         scale = "" if self.scaler is None else f"; the loss scale is now {self.scaler.scale:g}"
         if self.comm.rank == 0:
@@ -96,9 +94,8 @@ def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:
     for order, gradient in enumerate(gradients):
         buffer = gradient.buffer
         for piece in buffer.pieces:
-            grad = piece.group.weight.grad
+            grad = piece.weight.grad
             for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
-                at = piece.offset + span.offset
-                if grad is not None and not grad[at : at + span.numel].isfinite().all():
+                if grad is not None and not grad[span.offset : span.offset + span.numel].isfinite().all():
                     return order, span.index, buffer.names[span.index]
     return None

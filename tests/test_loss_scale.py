@@ -67,7 +67,7 @@ def step(model, optimizer, engine, factor=1.0, clip=None):
 
 
 def masters(engine):
-    return torch.cat([group.weight.detach().clone() for group in engine.groups])
+    return torch.cat([master.detach().clone() for master in engine.masters])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

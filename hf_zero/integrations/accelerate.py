@@ -253,7 +253,7 @@ class ZeroAccelerator(Accelerator):
             return engines[0].clip_grad_norm_(max_norm, norm_type)
         norms = torch.stack([engine.clip_grad_norm_(math.inf, norm_type) for engine in engines])
         norm = torch.linalg.vector_norm(norms, float(norm_type))
-        grad_norm.clip_([group for engine in engines for group in engine.groups], norm, max_norm)
+        grad_norm.clip_([master for engine in engines for master in engine.masters], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -40,6 +40,7 @@ class PlannedCommunicator(Communicator):
         self.rank, self.world_size, self.backend = 0, world_size, backend
         self._reads_peers = peer_memory and backend == "gloo"
         self._on_buffer = on_buffer
+        self._lent: Sequence[Tensor] = ()
 
     def reads_peers(self, device: torch.device) -> bool:
         return self._reads_peers
@@ -50,7 +51,7 @@ class PlannedCommunicator(Communicator):
         return Pending()
 
     def settle(self, what: Message | None = None) -> None:
-        """Nobody reads."""
+        self._lent = ()
 
     def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
         if self.world_size == 1:
@@ -64,8 +65,10 @@ class PlannedCommunicator(Communicator):
         def finish(parts: Sequence[Tensor] = parts) -> None:
             for at in range(0, numel, room.numel()):
                 deliver(at, room[: numel - at].to(wide(room.dtype)))
+            if self._reads_peers:
+                self._lent = parts  # until the others have read them, too
 
-        return Pending((), finish, ready=lambda: self._reads_peers)
+        return Pending((), finish, beside=not self._reads_peers)
 
     def _received(self, sent: Tensor, numel: int) -> list[Tensor]:
         """Messages that are held until they are added up; peers' memory is read in small parts instead."""
