@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from hf_zero.convert import deepspeed
+from hf_zero import committed
+from hf_zero.convert import command, deepspeed, importing
+from hf_zero.convert.source import Group, Source, whole
 from hf_zero.errors import ZeroCheckpointError
+from tests import zoo
 
 
 SHAPES = [{"a.weight": (5, 3), "b.weight": (7,), "c.weight": (1,)}, {"a.bias": (3,), "b.bias": (2, 2)}]
@@ -98,3 +101,23 @@ def test_shapes_that_ask_for_another_number_of_elements_are_refused(stage, tmp_p
         torch.save(model, path)
     with pytest.raises(ZeroCheckpointError, match="the shapes of .*group 0 ask for"):
         deepspeed.read(tmp_path, tag)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama_tied"])
+def test_files_are_those_that_the_model_would_save(name, tmp_path):
+    """Experts that are one tensor in memory are many in the files, and a tied weight stands there once."""
+    model = zoo.build(name)
+    model.save_pretrained(tmp_path / "plain")
+    trained = dict(model.named_parameters())
+    found = Source(
+        what="a model",
+        folder=tmp_path / "plain",
+        weights={name: whole(value) for name, value in model.state_dict().items()},
+        dtypes={},
+        states={name: {} for name in trained},
+        groups=[Group(options={"lr": 0.1}, scalars={}, names=list(trained))],
+    )
+    importing.write(found, command._model(tmp_path / "plain"), tmp_path / "plain", tmp_path / "ours")
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
+    committed.check_tensors(tmp_path / "ours")

@@ -36,11 +36,13 @@ class _Match:
     states: dict[str, dict[str, Stored]]
     members: list[list[str]]  # the parameters of every optimizer group
 
-    def needs_master(self, name: str) -> bool:
+    def with_master(self) -> set[str]:
+        """The trained parameters whose masters do not stand in the model's files as they are."""
         if self.plan is None:
-            return True
-        saved = {self.plan.dtype_of(tensor) for tensor, origin in self.plan.origins.items() if name in origin.names}
-        return saved != {torch.float32}
+            return set(self.states)
+        origins = self.plan.origins.items()
+        inexact = (origin.names for tensor, origin in origins if self.plan.dtype_of(tensor) != torch.float32)
+        return set().union(*inexact) & self.states.keys()
 
 
 def without_class(source: Source) -> tuple[Source, nn.Module]:
@@ -125,8 +127,9 @@ def _matched(source: Source, model: nn.Module) -> _Match:
         if name in source.states or firsts[name] not in trained  # not the 16-bit copy under another name
     }
     for name, stored in weights.items():
-        if stored.shape != tuple(logical[name].shape):
-            raise _misfit(source, model, f"'{name}' has shape {stored.shape}, the model's is {_shape(logical[name])}")
+        shape = tuple(logical[name].shape)
+        if stored.shape != shape:
+            raise _misfit(source, model, f"'{name}' has shape {stored.shape}, the model's is {shape}")
     dtypes = {firsts[name]: dtype for name, dtype in source.dtypes.items() if name in firsts}
 
     def dtype_of(tensor: Tensor) -> torch.dtype:
@@ -155,10 +158,6 @@ def _misfit(source: Source, model: nn.Module, reason: str) -> ZeroCheckpointErro
     return ZeroCheckpointError(f"{source.folder} does not fit {type(model).__name__}, as config.json has it: {reason}")
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
 def _main_dtype(match: _Match) -> torch.dtype:
     """The dtype of the first weight that is a floating-point number."""
     dtypes = (match.plan.dtype_of(tensor) for tensor in match.plan.origins)
@@ -166,9 +165,9 @@ def _main_dtype(match: _Match) -> torch.dtype:
 
 
 def _state_file(match: _Match) -> SlicedFile:
-    tensors = {}
+    tensors, with_master = {}, match.with_master()
     for name, kinds in match.states.items():
-        if match.needs_master(name):
+        if name in with_master:
             tensors[f"{name}.{checkpoint.MASTER}"] = (torch.float32, match.weights[name].shape)
         for kind, stored in kinds.items():
             tensors[f"{name}.{kind}"] = (stored.dtype, stored.shape)
