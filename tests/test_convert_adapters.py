@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import STATE_NAME
 from scripts.make_golden_checkpoints import CASES
+from tests import zoo
 from tests.golden_runs import ADAPTERS, compare, convert, converted, resume, source, told, told_tensors
 from tests.harness import run_ranks
 
@@ -53,3 +54,17 @@ def test_the_stock_trainer_goes_on_with_them(case, tmp_path):
     found = run_ranks(resume, case, tmp_path / "run", tmp_path / "stock", 4, world_size=1)[0]
     # The stock Trainer keeps the weights in fp32 and computes under autocast.
     compare(found, told(case)["resumed"], 2e-3 if CASES[case].get("bf16") else 1e-6)
+
+
+def test_modules_that_are_trained_whole_are_found(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from hf_zero.convert import adapters
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(zoo.build("llama"), config)
+    model.save_pretrained(tmp_path)
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    found = adapters.tensors(tmp_path, trained)
+    assert set(found.values()) == set(load_file(tmp_path / ADAPTER))
+    assert found["base_model.model.lm_head.modules_to_save.default.weight"] == "base_model.model.lm_head.weight"

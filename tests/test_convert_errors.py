@@ -83,6 +83,11 @@ FAULTS = {
     ),
     "cut": ("deepspeed_zero1", cut(f"{TAG}/{OPTIM}"), f"{OPTIM} cannot be read: "),
     "no tag": ("deepspeed_zero1", write("latest", "global_step9"), "global_step9 is missing: "),
+    "two tags": (
+        "deepspeed_zero1",
+        lambda folder: (shutil.copytree(folder / TAG, folder / "global_step6"), (folder / "latest").unlink()),
+        "holds global_step3, global_step6, and no `latest` file that names one: choose",
+    ),
     "no states": (
         "deepspeed_zero1",
         lambda folder: [path.unlink() for path in (folder / TAG).glob("*_optim_states.pt")],

@@ -7,7 +7,7 @@ import torch
 
 from hf_zero import committed
 from hf_zero.convert import command, deepspeed, importing
-from hf_zero.convert.source import Group, Source, whole
+from hf_zero.convert.source import Group, Source, unwrapped, whole
 from hf_zero.errors import ZeroCheckpointError
 from tests import zoo
 
@@ -50,7 +50,9 @@ def write(folder, stage, ranks):
     share_out = shared_out_each if stage == 3 else shared_out_whole
     weights, states = (share_out(values()[kind], ranks) for kind in ("weight", "exp_avg"))
     for rank in range(ranks):
-        groups = [{"lr": 0.1, "weight_decay": decay, "params": [number]} for number, decay in enumerate((0.1, 0.0))]
+        groups = [
+            {"lr": 0.1, "weight_decay": 0.0 if number else 0.1, "params": [number]} for number in range(len(SHAPES))
+        ]
         optimizer = {
             "state": {g: {"step": torch.tensor(2.0), "exp_avg": flat} for g, flat in enumerate(states[rank])},
             "param_groups": groups,
@@ -101,6 +103,65 @@ def test_shapes_that_ask_for_another_number_of_elements_are_refused(stage, tmp_p
         torch.save(model, path)
     with pytest.raises(ZeroCheckpointError, match="the shapes of .*group 0 ask for"):
         deepspeed.read(tmp_path, tag)
+
+
+def rewrite(tag, change):
+    """Change the optimizer's part of every rank."""
+    for path in tag.glob("*_optim_states.pt"):
+        content = torch.load(path)
+        change(content["optimizer_state_dict"])
+        torch.save(content, path)
+
+
+def move_step(part):
+    """DeepSpeed's fused Adam counts steps in the options of the group, which have a few more of its own."""
+    for group in part["base_optimizer_state"]["param_groups"]:
+        group.update(step=7, bias_correction=True, betas=(0.9, 0.99))
+    for state in part["base_optimizer_state"]["state"].values():
+        del state["step"]
+
+
+def test_the_step_count_of_fused_optimizers_is_found(tmp_path):
+    tag = write(tmp_path, 2, 2)
+    rewrite(tag, move_step)
+    for group in deepspeed.read(tmp_path, tag).groups:
+        assert group.scalars == {"step": {"tensor": 7.0, "dtype": "float32"}}
+        assert group.options.keys() == {"lr", "weight_decay", "betas"}
+
+
+def test_an_elastic_checkpoint_is_refused(tmp_path):
+    tag = write(tmp_path, 1, 2)
+    rewrite(tag, lambda part: part.update(base_optimizer_state=[]))
+    with pytest.raises(ZeroCheckpointError, match="was saved with `elastic_checkpoint`"):
+        deepspeed.read(tmp_path, tag)
+
+
+@pytest.mark.parametrize("optimizer_section, groups", [({}, 2), ({"optimizer": {"type": "AdamW"}}, 1)])
+def test_an_empty_group_comes_back_where_trainer_made_it(optimizer_section, groups, tmp_path, monkeypatch):
+    """Only norms are trained here: the group with weight decay, which comes first, is the empty one."""
+    import tests.test_convert_layouts as this
+
+    monkeypatch.setattr(this, "SHAPES", [{"norm.weight": (4,), "b.bias": (3,)}])
+    tag = write(tmp_path, 3, 2)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    torch.save({"last_epoch": 1, "base_lrs": [0.1], "_last_lr": [0.05]}, tmp_path / "scheduler.pt")
+    for path in tag.glob("*_model_states.pt"):
+        torch.save({**torch.load(path), "ds_config": optimizer_section}, path)
+    found = deepspeed.read(tmp_path, tag)
+    names = ["norm.weight", "b.bias"]
+    assert [group.names for group in found.groups] == ([[], names] if groups == 2 else [names])
+    if groups == 2:
+        assert found.schedule == {"last_epoch": 1, "base_lrs": [0.1, 0.1], "_last_lr": [0.05, 0.05]}
+        assert "scheduler.pt" in found.unread
+    else:
+        assert found.schedule is None
+
+
+@pytest.mark.parametrize("wrapped", ["module.{}", "_orig_mod.{}", "layers.0._fsdp_wrapped_module.weight"])
+def test_names_lose_what_wrappers_have_added(wrapped):
+    assert unwrapped(wrapped.format("layers.0.weight"), {"layers.0.weight"}) == "layers.0.weight"
+    assert unwrapped("module.weight", {"module.weight"}) == "module.weight", "a name of the model's own"
+    assert unwrapped("module.weight", {"other"}) == "module.weight"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llama_tied"])
