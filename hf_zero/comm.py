@@ -118,12 +118,13 @@ class Communicator:
         """
         if self.world_size == 1:
             return Pending()
-        slices = flat.chunk(self.world_size)
-        own = slices[self.rank]
+        numel = flat.numel() // self.world_size
+        own = flat[self.rank * numel : (self.rank + 1) * numel]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
         if self.reads_peers(flat.device):
             return self._pending_read(self._peers.all_gather(flat, what.tag, rest), "all-gather", what)
         if self._point_to_point:
+            slices = flat.chunk(self.world_size)
             works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
         else:
             works, land = [_all_gather_single(flat, own, group=self._group, async_op=True)], _nothing
@@ -152,12 +153,12 @@ class Communicator:
             read = self._peers.reduce_scatter(parts, numel, what.tag, deliver)
             return self._pending_read(read, "reduce-scatter", what)
         (flat,) = parts
-        slices = flat.chunk(self.world_size)
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
-            out = torch.empty_like(slices[self.rank])
+            out = flat.new_empty(numel)
             work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
             # `flat` stays referenced until the collective on its own stream is over.
             return self._pending([work], lambda flat=flat: deliver(0, out), "reduce-scatter", what)
+        slices = flat.chunk(self.world_size)
         # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
         received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
         if self._point_to_point:

@@ -161,7 +161,10 @@ class FlatBuffer:
         rest = self.rest()
         with torch.no_grad():
             own = self.own
-            torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
+            if len(rest) == 1:  # all of it
+                own.copy_(rest[0][2])
+            else:
+                torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
         if self.owns_slice:
             # A replicated buffer keeps what it has sent: whoever changes it settles first.
             kept = [values for _, _, values in rest] if self.sharded else [own]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ class GradientBuffer:
         self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
         self._in_place = buffer.reduces_parts
         self._flat: Tensor | None = None
-        self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, views of `_flat` if there is one
+        self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
+        self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
         self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
         self.complete = False  # all of them
         self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
@@ -53,23 +54,23 @@ class GradientBuffer:
         self.used.add(index)
         layout = self.buffer.layout
         if index in self._sums:
-            self._sums[index].add_(grad)
+            self._sums[index].add_(grad.reshape(-1))
         elif self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
             own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
-            self._sums[index] = grad if own else self._copy(grad)
+            self._sums[index] = (grad if own else self._copy(grad)).view(-1)
         else:
             if self._flat is None:
                 make = torch.zeros if layout.has_padding else torch.empty
                 self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-            self._sums[index] = self._room(index).copy_(grad)
+                self._rooms = self._flat.split_with_sizes(layout.extents)
+            self._sums[index] = self._room(index).copy_(grad.reshape(-1))
 
     def _copy(self, grad: Tensor) -> Tensor:
         return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
 
     def _room(self, index: int) -> Tensor:
-        layout = self.buffer.layout
-        offset, numel = layout.offsets[index], layout.numels[index]
-        return self._flat[offset : offset + numel].view(layout.shapes[index])
+        room, numel = self._rooms[index], self.buffer.layout.numels[index]
+        return room if room.numel() == numel else room[:numel]
 
     def begin_reduce(self) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
@@ -85,7 +86,7 @@ class GradientBuffer:
                 self._room(index).zero_()
             return [self._flat]
         parts, at = [], 0
-        found = [(layout.offsets[index], self._sums[index].view(-1)) for index in sorted(self._sums)]
+        found = [(layout.offsets[index], self._sums[index]) for index in sorted(self._sums)]
         for offset, values in [*found, (layout.padded_numel, None)]:
             if offset > at:
                 parts.append(torch.zeros(offset - at, dtype=self.reduce_dtype, device=self.buffer.full.device))
@@ -114,7 +115,9 @@ class GradientBuffer:
     def local(self, param: nn.Parameter) -> Tensor | None:
         """This rank's unreduced sum for one parameter."""
         index = self.buffer.index_of(param)
-        return self._sums[index] * self._unscale if index in self._sums else None
+        if index not in self._sums:
+            return None
+        return self._sums[index].view(self.buffer.layout.shapes[index]) * self._unscale
 
     def whole(self, param: nn.Parameter) -> Tensor:
         """The mean over ranks for one parameter; a collective of the whole buffer."""
@@ -125,7 +128,7 @@ class GradientBuffer:
         """Replace the gradient of one parameter; every rank gives the same value."""
         index, flat = self.buffer.index_of(param), None if value is None else value.detach().reshape(-1)
         if index in self._sums:
-            self._sums[index].copy_(torch.zeros(()) if value is None else value / self._unscale)
+            self._sums[index].copy_(torch.zeros(()) if flat is None else flat / self._unscale)
         for piece in self.buffer.pieces:
             begin = self.buffer.begin + piece.start
             for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
@@ -151,6 +154,6 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """Forget what was collected and not reduced."""
-        self._flat = None
+        self._flat, self._rooms = None, ()
         self._sums.clear()
         self.end_backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class FlatLayout:
     def numel(self) -> int:
         """Elements of all parameters, padding left out."""
         return sum(self.numels)
+
+    @property
+    def extents(self) -> list[int]:
+        """Elements from the start of each parameter to the start of the next, or to the end."""
+        return [stop - start for start, stop in itertools.pairwise([*self.offsets, self.padded_numel])]
 
     @property
     def has_padding(self) -> bool:

@@ -65,14 +65,20 @@ class Pending:
         if self._finish is None:
             return
         began = time.perf_counter()
-        with torch.profiler.record_function(f"hf_zero::{self._label}"):
-            if self._monitor is None:
-                self._wait_for_works()
-            else:
-                self._monitor.wait(self._label, self._wait_for_works)
-            self._finish()
+        if torch.autograd._profiler_enabled():  # a label costs as much as a short wait
+            with torch.profiler.record_function(f"hf_zero::{self._label}"):
+                self._wait_and_finish()
+        else:
+            self._wait_and_finish()
         self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
         self._works, self._finish = (), None
+
+    def _wait_and_finish(self) -> None:
+        if self._monitor is None:
+            self._wait_for_works()
+        else:
+            self._monitor.wait(self._label, self._wait_for_works)
+        self._finish()
 
     def _wait_for_works(self) -> None:
         for work in self._works:

@@ -74,3 +74,21 @@ def test_bf16_stages_equal_each_other_under_accumulation_and_clipping():
         assert traces[stage].losses[:3] == traces[0].losses[:3], f"stage {stage} differs before the first step"
         traces[stage].norms = traces[0].norms = traces[0].norms[:1]
         compare(traces[stage], traces[0], f"stage {stage}", tolerance=2**-8)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@distributed(world_size=2)
+def test_sent_messages_bring_the_same_bits_as_reads(precision):
+    """Between machines gradients are collected in flat tensors and sent; on one they are read where they are."""
+    mine = functools.partial(zoo.batch, "mixtral", dist.get_rank())
+    plan = Plan(accumulation=3, ragged=True)
+    for stage in STAGES[1:]:
+        settings = {"zero_stage": stage, "mixed_precision": precision}
+        read, sent = (
+            train_zero(
+                zoo.build("mixtral"), ADAMW, mine, plan, config=hf_zero.ZeroConfig(**settings, peer_memory=peer_memory)
+            )
+            for peer_memory in (True, False)
+        )
+        assert read.losses == sent.losses, f"stage {stage}"
+        assert all(torch.equal(read.weights[key], weight) for key, weight in sent.weights.items()), f"stage {stage}"

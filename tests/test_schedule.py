@@ -68,6 +68,8 @@ def test_no_limit_changes_a_number():
         {"stage3_param_persistence_threshold": 10},
         {"stage3_param_persistence_threshold": 100},
         {"deterministic_reduce": True},
+        *({"zero_stage": stage, "peer_memory": False} for stage in (1, 2, 3)),
+        {"zero_stage": 3, "peer_memory": False, "overlap_comm": False},
         {"zero_stage": 1, "reduce_bucket_size": LAYER},
         {"zero_stage": 2, "reduce_bucket_size": "256B", "allgather_bucket_size": 10**6},
         {"zero_stage": 2},
