@@ -51,7 +51,7 @@ def save_state(
             for kind, dtype in kinds[parameter].items():
                 if kind != MASTER or id(param) not in stored:
                     tensors[f"{parameter}.{kind}"] = (dtype, shape)
-    groups = [_options(optimizer) for optimizer in optimizers]
+    groups = _agreed_options(optimizers, comm)
     metadata = header(groups, extra or {}, [parameter for buffer in buffers for parameter in buffer.names])
     file = SlicedFile(tensors, metadata)
 
@@ -174,6 +174,16 @@ def _parts(
                 for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
                     values = flat[span.offset : span.offset + span.numel]
                     yield f"{buffer.names[span.index]}.{kind}", span.start, values
+
+
+def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator) -> list[list[dict]]:
+    """Options and scalar states of all groups, the same on every rank: who owns nothing of a group has no state."""
+    mine = [_options(optimizer) for optimizer in optimizers]
+    for theirs in comm.all_gather_object(mine):
+        for groups, other_groups in zip(mine, theirs, strict=True):
+            for group, other in zip(groups, other_groups, strict=True):
+                group["scalars"] = group["scalars"] or other["scalars"]
+    return mine
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
