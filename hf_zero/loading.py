@@ -56,13 +56,15 @@ def load_weights(
     folder: str | Path,
     comm: Communicator,
     wanted: Callable[[str], bool] = lambda name: True,
+    plan: SavePlan | None = None,
 ) -> None:
     """Fill weights and module buffers from a saved folder or file; call it on all ranks, with the units resting.
 
-    `wanted(name)` chooses by names of the state dict. Raises ZeroCheckpointError, on all ranks, where a tensor is
+    `wanted(name)` chooses by names of the state dict; `plan` is the one that the files were written by, if not the
+    model's own. Raises ZeroCheckpointError, on all ranks, where a tensor is
     missing, has another shape, or is not what was saved.
     """
-    folder, plan = Path(folder), _plan(model)
+    folder, plan = Path(folder), plan or _plan(model)
     home = folder.parent if folder.is_file() else folder
     names = {name for name, first in plan.aliases.items() if wanted(first)}
     sums: dict[str, dict[str, int]] = {}
@@ -87,12 +89,9 @@ def load_weights(
 
 
 def _plan(model: nn.Module) -> SavePlan:
-    def dtype_of(tensor: Tensor):
-        return tensor.dtype
-
     if hasattr(model, "_keys_to_ignore_on_save"):
-        return plan_pretrained(model, dtype_of)
-    return plan_module(model, dtype_of)
+        return plan_pretrained(model, lambda tensor: tensor.dtype)
+    return plan_module(model, lambda tensor: tensor.dtype)
 
 
 def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict, folder: Path) -> None:

@@ -152,6 +152,35 @@ def test_raw_accelerate_loop_saves_and_loads(tmp_path):
     assert not any("optimizer" in name for name in names), names
 
 
+@pytest.mark.parametrize("name", ["mixtral", "llama_tied"])
+@distributed(world_size=2)
+def test_accelerate_loads_models_whose_files_have_other_names(tmp_path, name):
+    """accelerate writes the names of the state dict, which a weight converter makes from those of other files."""
+    import hf_zero
+    from tests import zoo
+
+    def make(seed):
+        model = zoo.build(name, seed)
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def step(model, optimizer, seed):
+        loss = model(**zoo.batch(name, accelerator.process_index, seed)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    accelerator = hf_zero.ZeroAccelerator(zero_plugin=hf_zero.ZeroPlugin(zero_stage=3))
+    model, optimizer = make(0)
+    step(model, optimizer, 0)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = [step(model, optimizer, seed) for seed in (1, 2)]
+    accelerator.free_memory()
+    model, optimizer = make(1)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert [step(model, optimizer, seed) for seed in (1, 2)] == expected
+
+
 @distributed(world_size=2)
 def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
     files = {"state.safetensors": SlicedFile({"a": (torch.float32, (4,))}, {})}

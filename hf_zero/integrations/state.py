@@ -13,7 +13,7 @@ from hf_zero import checkpoint, committed, loading, saving
 from hf_zero.background import Later, perform
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.saving_plan import logical_state, plan_module
+from hf_zero.saving_plan import SavePlan, logical_state, plan_module
 from hf_zero.staging import agree
 
 
@@ -55,7 +55,9 @@ def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.S
     return missing
 
 
-def load_rest(engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str]) -> None:
+def load_rest(
+    engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str], plan: SavePlan | None = None
+) -> None:
     """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters."""
     mastered = {
         id(param)
@@ -65,7 +67,7 @@ def load_rest(engine: ZeroEngine, model: nn.Module, folder: str | Path, missing:
         if name not in missing
     }
     logical = logical_state(model)
-    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered)
+    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered, plan)
     engine.after_load()
 
 
@@ -77,6 +79,9 @@ def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> No
 
 
 # -- accelerate's save_state and load_state ---------------------------------------------------------------------------
+
+
+_ONE_FILE = 2**62  # bytes: accelerate keeps each model in one file, under the names of its state dict
 
 
 def _names(index: int) -> tuple[str, str]:
@@ -160,7 +165,7 @@ def _save_one(
     engine, is_main = engine_of(model), _is_main(accelerator)
     model_name, state_name = _names(index)
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
-    plan = plan_module(model, dtype_of, max_shard_size=2**62).renamed(model_name)
+    plan = plan_module(model, dtype_of, max_shard_size=_ONE_FILE).renamed(model_name)
     staged = saving.stage_weights(model, plan, folder, engine.comm, is_main, later).staged
 
     def finish() -> None:
@@ -183,5 +188,6 @@ def _load_models(models: list, folder: str) -> None:
             continue
         model_name, state_name = _names(index)
         missing = load_engine(engine, folder, state_name)
-        load_rest(engine, model, Path(folder) / model_name, missing)
+        plan = plan_module(model, lambda tensor: tensor.dtype, max_shard_size=_ONE_FILE)
+        load_rest(engine, model, Path(folder) / model_name, missing, plan)
     models[:] = [model for model in models if engine_of(model) is None]
