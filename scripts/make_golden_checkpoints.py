@@ -159,6 +159,8 @@ def start_ranks(case, folder, *more):
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
+        for left in Path("/dev/shm").glob(f"deepspeed_*_127.0.0.1_{port}_*"):  # 69 MB of memory for each rank
+            left.unlink()
 
 
 # ------------------------------------------------------------------------------------------- what runs on every rank
