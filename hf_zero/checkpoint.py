@@ -177,13 +177,13 @@ def _parts(
 
 
 def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator) -> list[list[dict]]:
-    """Options and scalar states of all groups, the same on every rank: who owns nothing of a group has no state."""
-    mine = [_options(optimizer) for optimizer in optimizers]
-    for theirs in comm.all_gather_object(mine):
-        for groups, other_groups in zip(mine, theirs, strict=True):
-            for group, other in zip(groups, other_groups, strict=True):
-                group["scalars"] = group["scalars"] or other["scalars"]
-    return mine
+    """`_options` of every optimizer, the same on every rank: one that owns nothing of a group has counted no steps."""
+    first, *others = comm.all_gather_object([_options(optimizer) for optimizer in optimizers])
+    for other in others:
+        for groups, theirs in zip(first, other, strict=True):
+            for group, its in zip(groups, theirs, strict=True):
+                group["scalars"] = {**its["scalars"], **group["scalars"]}
+    return first
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from hf_zero import access
 from hf_zero.background import Later
 from hf_zero.comm import Communicator
-from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.saving_plan import SavePlan, logical_state, units_of
 from hf_zero.staging import Part, Staged, agree, broadcast_parts, stage
@@ -99,7 +97,6 @@ def stage_weights(
     Raises ZeroCheckpointError on all ranks, before the first byte, where ranks have different models or the disk is
     too small, and where a rank cannot write.
     """
-    _check_same_plan(plan, comm)
     for unit in units_of(model):
         unit.adopt_writes()
     routes = _routes(plan)
@@ -113,16 +110,6 @@ def stage_weights(
         yield from _computed_parts(model, plan, comm)
 
     return StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, comm, is_main, later))
-
-
-def _check_same_plan(plan: SavePlan, comm: Communicator) -> None:
-    mine = {name: hashlib.sha256(file.header).hexdigest() for name, file in plan.files.items()}
-    theirs = comm.all_gather_object(mine)
-    different = [rank for rank, other in enumerate(theirs) if other != theirs[0]]
-    if different:
-        raise ZeroCheckpointError(
-            f"ranks {different} have another model than rank 0 (names, shapes or dtypes): nothing was written"
-        )
 
 
 def _routes(plan: SavePlan) -> dict[str, list[tuple[int, str, int, int]]]:

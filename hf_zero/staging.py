@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import uuid
@@ -194,8 +195,10 @@ def stage(
 
     All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
     parts travel to the ranks that create files, one buffer at a time. With `later` the parts are only copied, and
-    `commit`, which a thread is to call, writes them; parts that travel are written at once all the same.
+    `commit`, which a thread is to call, writes them; parts that travel are written at once all the same. Raises
+    ZeroCheckpointError on all ranks, before the first byte, where their files are not the same.
     """
+    _check_same_files(files, comm)
     staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, comm, is_main))
     try:
         agree(comm, staged.create)
@@ -210,6 +213,17 @@ def stage(
         staged.comm = later.comm
         later.leftovers.append(staged.discard)
     return staged
+
+
+def _check_same_files(files: Mapping[str, SlicedFile], comm: Communicator) -> None:
+    """Every rank writes where its own header puts a tensor."""
+    mine = {name: hashlib.sha256(file.header).hexdigest() for name, file in files.items()}
+    theirs = comm.all_gather_object(mine)
+    different = [rank for rank, other in enumerate(theirs) if other != theirs[0]]
+    if different:
+        raise ZeroCheckpointError(
+            f"ranks {different} have another model than rank 0 (names, shapes or dtypes): nothing was written"
+        )
 
 
 def _fill(writer: SliceWriter, parts: Iterable[Part]) -> None:
