@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import json
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,6 +42,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _RANKING = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 # Values are cast and copied to the host in buffers of this size: what writing and reading hold besides the tensors.
 BUFFER_BYTES = 16 * 2**20
+_PAGE = mmap.PAGESIZE
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -103,6 +108,7 @@ class SlicedFile:
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
+            _allocate(file.fileno(), self.nbytes)
 
     def read(self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]]) -> dict[str, int]:
         """Fill each part's tensor with the values of `name` from element `start` on (no collective).
@@ -150,7 +156,8 @@ class SliceWriter:
         self.files, self.paths = files, paths
         self.sums: dict[str, int] = {}
         self.nbytes = 0
-        self._descriptors: dict[str, int] = {}
+        self._outputs: dict[str, _Output] = {}
+        self._pages = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins with a page, as direct writes need it
         self._error: OSError | None = None
 
     def put(self, file: str, name: str, start: int, values: Tensor) -> None:
@@ -160,11 +167,11 @@ class SliceWriter:
         layout = self.files[file]
         dtype = layout.tensors[name][0]
         try:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self.paths[file], os.O_WRONLY)
+            if file not in self._outputs:
+                self._outputs[file] = _Output(self.paths[file], self._pages)
             for at, piece in in_buffers(values, dtype):
                 self.sums[name] = combine(self.sums.get(name, 0), checksum(piece, start + at))
-                _write_all(self._descriptors[file], piece, layout.position(name, start + at))
+                self._outputs[file].write(piece, layout.position(name, start + at))
                 self.nbytes += piece.nbytes
         except OSError as error:
             self._fail(error, self.paths[file])
@@ -175,18 +182,69 @@ class SliceWriter:
 
     def close(self) -> None:
         """Flush to the disk. Raises the first OSError since the beginning."""
-        try:
-            for file, descriptor in self._descriptors.items() if self._error is None else ():
-                try:
-                    os.fsync(descriptor)
-                except OSError as error:
-                    self._fail(error, self.paths[file])
-        finally:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+        for file, output in self._outputs.items():
+            try:
+                output.close(flush=self._error is None)
+            except OSError as error:
+                self._fail(error, self.paths[file])
+        self._outputs.clear()
         if self._error is not None:
             raise self._error
+
+
+class _Output:
+    """A file that many ranks write at any position, each its own bytes.
+
+    Whole pages go past the page cache where the file system allows it: writers of one file through the cache wait for
+    each other at its lock. The ends that fill no page go through the cache, and last, as they wait for all others.
+    """
+
+    def __init__(self, path: Path, pages: memoryview) -> None:
+        self._pages = pages
+        self._cached = os.open(path, os.O_WRONLY)
+        self._direct: int | None = None
+        self._ends: list[tuple[int, bytes]] = []
+        with contextlib.suppress(OSError, AttributeError):  # not every file system, not every system
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+
+    def write(self, values: Tensor, position: int) -> None:
+        data = memoryview(values.view(torch.uint8).numpy())
+        low, high = -position % _PAGE, len(data) - (position + len(data)) % _PAGE
+        if self._direct is None:
+            _write_all(self._cached, data, position)
+        elif low >= high:
+            self._ends.append((position, bytes(data)))
+        else:
+            pages = self._pages[: high - low]
+            pages[:] = data[low:high]
+            _write_all(self._direct, pages, position + low)
+            self._ends += [(position, bytes(data[:low])), (position + high, bytes(data[high:]))]
+
+    def close(self, flush: bool) -> None:
+        try:
+            if flush:
+                for position, data in self._ends:
+                    _write_all(self._cached, memoryview(data), position)
+                os.fsync(self._cached)
+        finally:
+            os.close(self._cached)
+            if self._direct is not None:
+                os.close(self._direct)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Give a file its blocks, where the file system can do so at once: a full disk is noticed before the first tensor.
+
+    Python's posix_fallocate would write to every block where it cannot. Raises OSError for a full disk.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "fallocate") or not library.fallocate(
+        descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)
+    ):
+        return
+    code = ctypes.get_errno()
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(code, os.strerror(code))
 
 
 def in_buffers(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
@@ -197,8 +255,7 @@ def in_buffers(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor
         yield at, values[at : at + step].to(device="cpu", dtype=dtype).contiguous()
 
 
-def _write_all(descriptor: int, values: Tensor, position: int) -> None:
-    data = memoryview(values.view(torch.uint8).numpy())
+def _write_all(descriptor: int, data: memoryview, position: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written

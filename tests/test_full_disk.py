@@ -12,7 +12,7 @@ import pytest
 
 from hf_zero import committed
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.staging import Staged
+from hf_zero.sliced_file import SlicedFile
 from tests.harness import run_ranks
 from tests.test_async_save import AtStep
 from tests.test_checkpoint import trainer_for
@@ -60,16 +60,16 @@ def fill(disk, leave=0):
 
 
 def _after_checks(count, disk):
-    """Fill the disk when files have been created, and are to be written for the `count`-th time."""
-    write, calls = Staged.write, [0]
+    """Fill the disk when its free space has been checked, and the `count`-th file is to be created."""
+    create, calls = SlicedFile.create, [0]
 
-    def fill_and_write(self, parts):
+    def fill_and_create(self, path):
         calls[0] += 1
         if calls[0] == count:
             fill(disk)
-        write(self, parts)
+        create(self, path)
 
-    Staged.write = fill_and_write
+    SlicedFile.create = fill_and_create
 
 
 def _full_at(disk, moment, asynchronous):
@@ -105,8 +105,8 @@ def _resume(disk):
 
 WORDS = {
     "before": "uncommitted/checkpoint-4 has 65,536 bytes free, and ",
-    "weights": "No space left on device: '{run}/uncommitted/checkpoint-4/model.safetensors",
-    "state": "No space left on device: '{run}/uncommitted/checkpoint-4/zero_state.safetensors",
+    "weights": "{run}/uncommitted/checkpoint-4/model.safetensors.tmp cannot be written: [Errno 28] No space",
+    "state": "{run}/uncommitted/checkpoint-4/zero_state.safetensors.tmp cannot be written: [Errno 28] No space",
     "config": "{run}/uncommitted/checkpoint-4 cannot be written: ",
     "small files": "{run}/uncommitted/checkpoint-4 cannot be written: ",
 }
