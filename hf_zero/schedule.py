@@ -232,7 +232,6 @@ class Schedule:
             self._begin_backward()
         task = torch._C._current_graph_task_id()
         self._reshard_done(task, call, point)
-        self._finish_early()  # after the release of weights: gradients take their place
         for unit in point.units:
             unit.unshard()
             if not point.is_root:
@@ -274,15 +273,10 @@ class Schedule:
             self._begin_reduce(gradient)
 
     def _begin_reduce(self, gradient: GradientBuffer) -> None:
-        self._finish_early()
         gradient.begin_reduce()
         self._reducing.append(gradient)
-        if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap else 0):
-            self._reducing.popleft().finish_reduce()
-
-    def _finish_early(self) -> None:
-        """Finish the reductions that do not go on by themselves: what they hold is then free."""
-        while self._reducing and not self._reducing[0].reduces_beside:
+        # What does not go on by itself is finished at once: what it holds is then free.
+        if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap and gradient.reduces_beside else 0):
             self._reducing.popleft().finish_reduce()
 
     def finish_backward(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 WARM_UP = 2  # steps: the first makes optimizer state and learns the order of units, the second follows it
-PHASES = ("forward", "backward", "clip", "optimizer")
+PHASES = ("forward", "backward", "clip", "optimizer", "zero_grad")
 
 
 class Clock:
@@ -99,6 +99,8 @@ def train_step(session: Session, batches: list[dict[str, Tensor]], clock: Clock)
     clock.mark("clip")
     session.step()
     clock.mark("optimizer")
+    session.zero_grad()
+    clock.mark("zero_grad")
     return total / len(batches)
 
 

@@ -101,6 +101,8 @@ class Session:
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def counters(self) -> tuple[int, dict[str, int]] | None:
@@ -128,12 +130,16 @@ class Ddp(Session):
 
 
 class Zero(Session):
-    """hf_zero at stage `stage`; `local` keeps gradients unreduced between the micro-batches of a window."""
+    """hf_zero at stage `stage`.
+
+    `local` keeps gradients unreduced between the micro-batches of a window; `sent` has ranks send messages, as they do
+    between machines, where they would read each other's memory.
+    """
 
     note = ""
 
-    def __init__(self, model: nn.Module, case: Case, stage: int, local: bool) -> None:
-        self.stage, self.local = stage, local
+    def __init__(self, model: nn.Module, case: Case, stage: int, local: bool = False, sent: bool = False) -> None:
+        self.stage, self.local, self.sent = stage, local, sent
         super().__init__(model, case)
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -141,6 +147,7 @@ class Zero(Session):
             "zero_stage": self.stage,
             "mixed_precision": "bf16" if self.case.precision == "bf16" else "no",
             "no_sync": "local" if self.local else "reduce",
+            "peer_memory": not self.sent,
         }
         self.engine = hf_zero.shard(model, self.optimizer, settings)
         return model
@@ -259,6 +266,9 @@ class DeepSpeed(Session):
     def step(self) -> None:
         self.engine.step()
 
+    def zero_grad(self) -> None:
+        """Part of step()."""
+
     def own_elements(self) -> int:
         return 0
 
@@ -270,10 +280,12 @@ class DeepSpeed(Session):
 SYSTEMS: dict[str, tuple[type[Session], dict]] = {
     "single": (Session, {}),
     "ddp": (Ddp, {}),
-    "zero1": (Zero, {"stage": 1, "local": False}),
-    "zero2": (Zero, {"stage": 2, "local": False}),
+    "zero1": (Zero, {"stage": 1}),
+    "zero2": (Zero, {"stage": 2}),
+    "zero2-sent": (Zero, {"stage": 2, "sent": True}),
     "zero2-local": (Zero, {"stage": 2, "local": True}),
-    "zero3": (Zero, {"stage": 3, "local": False}),
+    "zero3": (Zero, {"stage": 3}),
+    "zero3-sent": (Zero, {"stage": 3, "sent": True}),
     "zero3-local": (Zero, {"stage": 3, "local": True}),
     "fsdp2": (Fsdp2, {"keep": False, "local": False}),
     "fsdp2-keep": (Fsdp2, {"keep": True, "local": False}),
@@ -282,6 +294,12 @@ SYSTEMS: dict[str, tuple[type[Session], dict]] = {
     "deepspeed2": (DeepSpeed, {"stage": 2}),
     "deepspeed3": (DeepSpeed, {"stage": 3}),
 }
+
+
+def reads_memory(system: str) -> bool:
+    """Whether, on one machine, its ranks read each other's memory: the kernel's counter of messages sees nothing."""
+    kind, settings = SYSTEMS[system]
+    return kind is Zero and not settings.get("sent")
 
 
 def why_not(system: str, accumulation: int) -> str | None:

@@ -70,7 +70,8 @@ def test_unknown_systems_are_named_and_missing_ones_are_left_out(monkeypatch):
 
 
 def record(system, round_, seconds, losses=(2.0, 1.0)):
-    phases = {"forward": seconds / 2, "backward": seconds / 2, "clip": 0.0, "optimizer": 0.0, "step": seconds}
+    phases = dict.fromkeys(benchmark_measure.PHASES, 0.0)
+    phases.update({"forward": seconds / 2, "backward": seconds / 2, "step": seconds})
     case = {"system": system, "size": "tiny", "precision": "fp32", "accumulation": 1}
     return {
         "case": {**case, "rows": 1, "length": 10, "device": "cpu"},
@@ -138,14 +139,14 @@ def measure_systems(systems, accumulation):
 
 
 def test_a_round_of_every_kind_of_system():
-    systems = ("ddp", "zero1", "zero3-local", "fsdp2", "fsdp2-keep-local")
+    systems = ("ddp", "zero1", "zero3-local", "zero3-sent", "fsdp2", "fsdp2-keep-local")
     found = run_ranks(measure_systems, systems, 2)[0]
     units = benchmark_report.unit_elements("tiny")
     for system in systems:
         figures = found[system]
         assert figures["losses"] == pytest.approx(found["ddp"]["losses"], abs=1e-5), system
         assert figures["cpu"]["step"] > 0 and figures["transient"] > 0, system
-    for system, stage, local in (("zero1", 1, False), ("zero3-local", 3, True)):
+    for system, stage, local in (("zero1", 1, False), ("zero3-local", 3, True), ("zero3-sent", 3, False)):
         traffic = Traffic(units=units[0], kept=units[1], ranks=2, accumulation=2, local=local)
         assert found[system]["wire_counted"] == pytest.approx(wire_bytes(stage, traffic), rel=0.01), system
         held = resident_bytes(stage, found[system]["elements"], 2, 4)
