@@ -194,3 +194,12 @@ def test_a_failing_rank_fails_the_launch(launch, tmp_path):
     (output,), (status,), _ = launch((*HF_ZERO, "--num_processes", 2, script))
     assert status == 1
     assert "exitcode  : 3" in output
+
+
+def test_the_hook_imports_nothing_heavy():
+    code = (
+        "import sys; import hf_zero._launch_hook as hook; hook.install();"
+        "heavy = {'torch', 'transformers', 'accelerate', 'yaml', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
