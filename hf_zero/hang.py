@@ -25,6 +25,7 @@ from hf_zero.errors import ZeroRuntimeError
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # how long a rank may take to say where it is
+_LEAVE_S = 2.0  # how long the end of a process waits for the watching thread
 
 
 class Store(Protocol):
@@ -71,10 +72,14 @@ class HangMonitor:
         self._last: list[str] | None = None
         self._stop = threading.Event()
         atexit.register(self.stop)  # the store may be gone before this thread is
-        threading.Thread(target=self._watch, name="hf_zero hang monitor", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="hf_zero hang monitor", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
+        """End the watching; a thread that the interpreter's end finds inside the store would abort the process."""
         self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_S)
 
     def wait(self, label: str, action: Callable[[], None]) -> None:
         """Run `action`, which waits for collective `label`. Raises ZeroRuntimeError where the other ranks are gone."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -118,3 +119,20 @@ def test_a_lost_peer_is_said_to_be_lost():
     ):
         monitor.wait("all-gather of 0", fail)
     monitor.stop()
+
+
+def test_no_thread_is_in_the_store_when_a_monitor_has_stopped():
+    asked, inside = threading.Event(), []
+
+    class SlowStore:
+        def check(self, keys):
+            inside.append("in")
+            asked.set()
+            time.sleep(0.3)
+            inside.append("out")
+            return False
+
+    monitor = HangMonitor(SlowStore(), name="x", rank=0, world_size=2, timeout_s=1.0)
+    assert asked.wait(10)
+    monitor.stop()
+    assert inside.count("in") == inside.count("out"), inside
