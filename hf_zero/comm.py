@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.hang import HangMonitor
 from hf_zero.peer_memory import PeerMemory
-from hf_zero.peer_transport import PeerTransport, Read
+from hf_zero.peer_transport import PeerTransport
 from hf_zero.pending import NAMELESS, Deliver, Message, Pending, Work, deliver_parts, wide
 
 
@@ -96,12 +96,11 @@ class Communicator:
         self.calls[kind] += 1
         self.bytes_sent[kind] += sent
 
-    def _pending(self, works: Sequence[Work], finish: Callable[[], None], kind: str, what: Message) -> Pending:
-        return Pending(works, finish, f"{kind} of {what.name}", monitor=self.monitor, waited=self.waited)
-
-    def _pending_read(self, read: Read, kind: str, what: Message) -> Pending:
+    def _pending(
+        self, works: Sequence[Work], finish: Callable[[], None], kind: str, what: Message, beside: bool = True
+    ) -> Pending:
         label = f"{kind} of {what.name}"
-        return Pending([read], read.finish, label, monitor=self.monitor, waited=self.waited, beside=False)
+        return Pending(works, finish, label, monitor=self.monitor, waited=self.waited, beside=beside)
 
     def reads_peers(self, device: torch.device) -> bool:
         """Whether ranks read each other's memory."""
@@ -122,7 +121,8 @@ class Communicator:
         own = flat[self.rank * numel : (self.rank + 1) * numel]
         self._count("all_gather", own.nbytes * (self.world_size - 1))
         if self.reads_peers(flat.device):
-            return self._pending_read(self._peers.all_gather(flat, what.tag, rest), "all-gather", what)
+            read = self._peers.all_gather(flat, what.tag, rest)
+            return self._pending([read], read.finish, "all-gather", what, beside=False)
         if self._point_to_point:
             slices = flat.chunk(self.world_size)
             works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
@@ -151,7 +151,7 @@ class Communicator:
         self._count("reduce_scatter", numel * parts[0].itemsize * (self.world_size - 1))
         if self.reads_peers(parts[0].device):
             read = self._peers.reduce_scatter(parts, numel, what.tag, deliver)
-            return self._pending_read(read, "reduce-scatter", what)
+            return self._pending([read], read.finish, "reduce-scatter", what, beside=False)
         (flat,) = parts
         if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
             out = flat.new_empty(numel)

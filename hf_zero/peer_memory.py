@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import itertools
 import operator
 import os
@@ -295,15 +296,11 @@ def _pid_behind(link: socket.socket) -> int:
     return struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
 
-_LIBRARY: list = []
-
-
+@functools.cache
 def _libc() -> ctypes.CDLL:
-    if not _LIBRARY:
-        library = ctypes.CDLL(None, use_errno=True)
-        if hasattr(library, "process_vm_readv"):
-            library.process_vm_readv.restype = ctypes.c_ssize_t
-            pointer, count = ctypes.POINTER(_Vector), ctypes.c_ulong
-            library.process_vm_readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-        _LIBRARY.append(library)
-    return _LIBRARY[0]
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "process_vm_readv"):
+        library.process_vm_readv.restype = ctypes.c_ssize_t
+        pointer, count = ctypes.POINTER(_Vector), ctypes.c_ulong
+        library.process_vm_readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+    return library
