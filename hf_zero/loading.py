@@ -40,10 +40,22 @@ def weight_files(folder: Path) -> dict[str, str]:
     if folder.is_file():
         return dict.fromkeys(SlicedFile.open(folder).tensors, folder.name)
     if (folder / INDEX_NAME).is_file():
-        return json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
+        return _read_index(folder / INDEX_NAME)
     if (folder / WEIGHTS_NAME).is_file():
         return dict.fromkeys(SlicedFile.open(folder / WEIGHTS_NAME).tensors, WEIGHTS_NAME)
     raise ZeroCheckpointError(f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of every tensor; raises ZeroCheckpointError where one is not beside the index."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        outside = sorted(name for name in set(files.values()) if Path(name).name != name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ZeroCheckpointError(f"{path} is no index of weight files: {error!r}") from error
+    if outside:
+        raise ZeroCheckpointError(f"{path} names '{outside[0]}', which is no file beside it")
+    return files
 
 
 def can_load(model: nn.Module) -> bool:

@@ -4,9 +4,13 @@ import json
 import os
 import pickle
 import shutil
+import socket
+import subprocess
+import zipfile
 
 import pytest
 import torch
+from torch.serialization import set_crc32_options
 
 from hf_zero.convert import folder as folders
 from hf_zero.convert.pickles import load, load_plain
@@ -49,6 +53,19 @@ def edit(name, change):
     return do
 
 
+def flip(name, member):
+    """Change one bit of a tensor in a .pt file; torch does not notice."""
+
+    def do(folder):
+        with zipfile.ZipFile(folder / name) as archive:
+            found = next(info for info in archive.infolist() if info.filename.endswith(member))
+        data = bytearray((folder / name).read_bytes())
+        data[found.header_offset + 64 + found.file_size // 2] ^= 64  # torch aligns to 64 bytes, the header is shorter
+        (folder / name).write_bytes(data)
+
+    return do
+
+
 def configure(**values):
     def do(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -82,6 +99,11 @@ FAULTS = {
         "is not part of this checkpoint, which 2 ranks wrote",
     ),
     "cut": ("deepspeed_zero1", cut(f"{TAG}/{OPTIM}"), f"{OPTIM} cannot be read: "),
+    "bit of a state": ("deepspeed_zero1", flip(f"{TAG}/{OPTIM}", "data/1"), f"{OPTIM} cannot be read: it is damaged"),
+    "bit of a weight": ("deepspeed_zero1", flip(f"{TAG}/{MODEL}", "data/1"), f"{MODEL} cannot be read: it is damaged"),
+    "bit of a file": ("deepspeed_zero1", flip("scheduler.pt", "data.pkl"), "scheduler.pt cannot be read: it is dam"),
+    "other place": ("deepspeed_zero1", write("latest", "../theirs/global_step3"), "latest names '../theirs/global_"),
+    "parent": ("deepspeed_zero1", write("latest", ".."), "latest names '..', which is no folder beside it"),
     "no tag": ("deepspeed_zero1", write("latest", "global_step9"), "global_step9 is missing: "),
     "two tags": (
         "deepspeed_zero1",
@@ -145,6 +167,56 @@ def test_a_fault_is_told_in_one_line(fault, tmp_path, capsys):
     assert out == "" and err.startswith("hf-zero convert: ") and err.count("\n") == 1, err
     assert words in err, err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_link_brings_no_file_of_another_place(tmp_path, capsys):
+    shutil.copytree(source("deepspeed_zero1"), tmp_path / "theirs")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "theirs/notes.txt").symlink_to(tmp_path / "secret")
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
+    err = capsys.readouterr().err
+    assert f"theirs/notes.txt is a symbolic link to {tmp_path / 'secret'}, outside of its folder" in err, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "theirs"]
+    (tmp_path / "theirs/notes.txt").unlink()
+    (tmp_path / "theirs/notes.txt").symlink_to("config.json")
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path):
+    snapshot = tmp_path / "models--a--b/snapshots/123"
+    shutil.copytree(source("deepspeed_zero1"), snapshot)
+    (tmp_path / "models--a--b/blobs").mkdir()
+    (snapshot / "config.json").rename(tmp_path / "models--a--b/blobs/456")
+    (snapshot / "config.json").symlink_to("../../blobs/456")
+    assert convert(snapshot, tmp_path / "ours") == 0
+    assert not (tmp_path / "ours/config.json").is_symlink()
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    mine, dead, alive = (tmp_path / f".ours.{host}.{pid}" for pid in (os.getpid(), ended.pid, os.getppid()))
+    for folder in (mine, dead, alive, tmp_path / ".ours.elsewhere.1", tmp_path / f".theirs.{host}.{ended.pid}"):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    assert convert(source("deepspeed_zero1"), tmp_path / "ours") == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"ours", alive.name, ".ours.elsewhere.1", f".theirs.{host}.{ended.pid}"}
+
+
+def test_a_file_without_checksums_is_converted_with_a_warning(tmp_path, caplog):
+    shutil.copytree(source("deepspeed_zero1"), tmp_path / "theirs")
+    set_crc32_options(False)
+    try:
+        edit(f"{TAG}/{MODEL}", lambda content: None)(tmp_path / "theirs")
+    finally:
+        set_crc32_options(True)
+    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"hf-zero convert: {tmp_path / 'theirs' / TAG / MODEL} was saved without checksums, so it is read without a "
+        "check for damage"
+    ]
 
 
 def test_folders_that_are_nothing_of_the_kind(tmp_path, capsys):

@@ -133,7 +133,14 @@ def flip(folder):
     path.write_bytes(data)
 
 
+def lead_outside(folder):
+    tensors = dict.fromkeys(load_file(folder / "model.safetensors"), "../evil.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    recommit(folder)
+
+
 FAULTS = {
+    "outside": (lead_outside, "index.json names '../evil.safetensors', which is no file beside it"),
     "torn": (lambda folder: (folder / "COMMIT").unlink(), "was not saved completely (it has no COMMIT file)"),
     "damaged": (flip, "is damaged: tensor '"),
     "missing": (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing from a committed"),

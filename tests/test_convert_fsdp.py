@@ -90,6 +90,14 @@ def lose_a_part(folder):
     path.write_bytes(pickle.dumps(metadata))
 
 
+def flip(folder):
+    """Change one bit of the first tensor in a file."""
+    path = folder / f"{MODEL}/__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"archive/data/0") + 256] ^= 64
+    path.write_bytes(data)
+
+
 def full(folder):
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         shutil.rmtree(folder / name)
@@ -107,6 +115,7 @@ FAULTS = {
     "no metadata": (lambda folder: (folder / "optimizer_0/.metadata").unlink(), ".metadata is missing"),
     "no optimizer": (lambda folder: shutil.rmtree(folder / "optimizer_0"), "optimizer_0/.metadata is missing"),
     "cut": (lambda folder: os.truncate(folder / f"{MODEL}/__0_0.distcp", 9000), "__0_0.distcp is cut off"),
+    "bit": (flip, "__0_0.distcp cannot be read: it is damaged, 'archive/data/0' has other bytes than were saved"),
     "damaged": (lambda folder: os.truncate(folder / f"{MODEL}/.metadata", 500), ".metadata cannot be read"),
     "outside": (lead_outside, "outside its folder"),
     "lost": (lose_a_part, "parts of 'model.model.layers.0.self_attn.q_proj.weight' are missing"),

@@ -31,7 +31,10 @@ def find(folder: Path) -> Path | None:
     """
     latest = folder / "latest"
     if latest.is_file():
-        tag = folder / latest.read_text(encoding="utf-8", errors="replace").strip()
+        name = latest.read_text(encoding="utf-8", errors="replace").strip()
+        tag = folder / name
+        if Path(name).name != name or name in ("", ".."):
+            raise ZeroCheckpointError(f"{latest} names '{name}', which is no folder beside it")
         if not tag.is_dir():
             raise ZeroCheckpointError(f"{tag} is missing: {latest} names it as the newest checkpoint")
         return tag
@@ -58,11 +61,12 @@ def _read(folder: Path, tag: Path) -> Source:
     optim = _by_rank(tag, _OPTIM)
     if not optim:
         raise ZeroCheckpointError(f"{tag} holds no *_optim_states.pt: it has no ZeRO optimizer state to convert")
-    first = _optimizer_part(next(iter(optim.values())))
+    lowest, *others = optim
+    first = _optimizer_part(optim[lowest])
     count = first.get("partition_count")
     ranks = max(count) if isinstance(count, (list, tuple)) else int(count)
     _check_ranks(tag, optim, ranks)
-    parts = [_optimizer_part(optim[rank]) for rank in range(ranks)]
+    parts = [first, *(_optimizer_part(optim[rank]) for rank in others)]
     stage = _stage(first)
     if stage == 3:
         files = _by_rank(tag, _MODEL)

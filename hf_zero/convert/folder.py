@@ -7,12 +7,15 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from hf_zero.committed import MARKER
+from hf_zero.convert.pickles import verify
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -60,13 +63,19 @@ def find_config(folder: Path, given: Path | None) -> Path:
 def new_folder(target: Path, carried: Sequence[Path], nbytes: int) -> Iterator[Path]:
     """A folder with copies of the `carried` files, which is called `target` when the block ends without an error.
 
-    Raises ZeroCheckpointError, before anything is written, where the disk has no room for them and `nbytes` more.
+    Raises ZeroCheckpointError, before anything is written, where one of them is damaged or a link to another place, or
+    the disk has no room for them and `nbytes` more.
     """
+    for path in carried:
+        _check_link(path)
+        verify(path)
     parent = target.absolute().parent
     needed, free = nbytes + sum(path.stat().st_size for path in carried), shutil.disk_usage(parent).free
     if needed > free:
         raise ZeroCheckpointError(f"{parent} has {free:,} bytes free, and {needed:,} are to be written")
-    built = parent / f".{target.name}.{os.getpid()}"
+    prefix = f".{target.name}.{socket.gethostname()}."
+    _remove_stale(parent, prefix)
+    built = parent / f"{prefix}{os.getpid()}"
     built.mkdir()
     try:
         for path in carried:
@@ -77,6 +86,27 @@ def new_folder(target: Path, carried: Sequence[Path], nbytes: int) -> Iterator[P
     except BaseException:
         shutil.rmtree(built, ignore_errors=True)
         raise
+
+
+def _check_link(path: Path) -> None:
+    """Links may not bring files of other places into the result, but the `snapshots` of the hub's cache are links."""
+    folder, target = path.parent.resolve(), path.resolve()
+    cache = next((parent.parent for parent in folder.parents if parent.name == "snapshots"), None)
+    if not target.is_relative_to(folder) and not (cache and target.is_relative_to(cache / "blobs")):
+        raise ZeroCheckpointError(
+            f"{path} is a symbolic link to {target}, outside of its folder: put a copy in its place, or remove it"
+        )
+
+
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Remove what conversions of this machine have left behind that were killed; a name ends in a process number."""
+    for path in parent.iterdir():
+        number = path.name.removeprefix(prefix)
+        if not (path.name.startswith(prefix) and number.isdigit()):
+            continue
+        # One with our own number is another process's, which had the number before us.
+        if int(number) == os.getpid() or not psutil.pid_exists(int(number)):
+            shutil.rmtree(path)
 
 
 def carried_files(folder: Path, config: Path | None, unread: set[str]) -> list[Path]:
