@@ -156,7 +156,7 @@ def _agreed_kinds(
             flats = {kind: flat.dtype for kind, flat in _states(piece, optimizers).items()}
             for span in buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop):
                 mine[buffer.names[span.index]] = flats
-    merged: dict[str, dict[str, torch.dtype]] = {}
+    merged = {name: {} for buffer in buffers for name in buffer.names}  # nobody owns a part of what has no elements
     for kinds in comm.all_gather_object(mine):
         merged.update(kinds)
     return merged

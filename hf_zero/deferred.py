@@ -61,9 +61,10 @@ def deferred(shape: torch.Size, dtype: torch.dtype, source: Source, requires_gra
 
 def defer(param: nn.Parameter, source: Source) -> None:
     """Make `param` one whose values only `source` has; its memory is free."""
-    access.point_to(param, torch.empty((), dtype=param.dtype).expand(param.shape))
-    param.__class__ = DeferredParameter
     _sources[param] = source
+    # First the class: a recorder that is open would take the placeholder of an ordinary parameter for its values.
+    param.__class__ = DeferredParameter
+    access.point_to(param, torch.empty((), dtype=param.dtype).expand(param.shape))
 
 
 def source_of(param: nn.Parameter) -> Source | None:

@@ -130,6 +130,9 @@ class Recipe:
     numel: int
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        assert self.history, "values that nothing has made cannot be made again"
+
     def read(self, start: int, target: Tensor) -> None:
         with torch.no_grad():
             values = torch.empty(self.numel, dtype=self.dtype)

@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
             return
         # One holder is the parameter, the other is `memory`.
         alone = param is not None and _storage_of(param)._cdata == memory._cdata and _holders(memory) == 2
-        if alone and _is_whole(param, storage.nbytes):
+        if alone and storage.history and _is_whole(param, storage.nbytes):
             del memory
             deferred.defer(param, Recipe(storage.history, storage.name, param.numel(), param.dtype))
         else:

@@ -154,7 +154,7 @@ class SliceWriter:
 
     def __init__(self, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
         self.files, self.paths = files, paths
-        self.sums: dict[str, int] = {}
+        self.sums = {name: 0 for file in files.values() for name in file.tensors}
         self.nbytes = 0
         self._outputs: dict[str, _Output] = {}
         self._pages = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins with a page, as direct writes need it
@@ -170,7 +170,7 @@ class SliceWriter:
             if file not in self._outputs:
                 self._outputs[file] = _Output(self.paths[file], self._pages)
             for at, piece in in_buffers(values, dtype):
-                self.sums[name] = combine(self.sums.get(name, 0), checksum(piece, start + at))
+                self.sums[name] = combine(self.sums[name], checksum(piece, start + at))
                 self._outputs[file].write(piece, layout.position(name, start + at))
                 self.nbytes += piece.nbytes
         except OSError as error:

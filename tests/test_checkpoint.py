@@ -14,7 +14,7 @@ from hf_zero.staging import stage
 from tests.harness import distributed, run_ranks
 
 
-def trainer_for(folder, stage, steps, **arguments):
+def trainer_for(folder, stage, steps, model=None, **arguments):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import hf_zero
@@ -38,7 +38,8 @@ def trainer_for(folder, stage, steps, **arguments):
         "optim": "adamw_torch_fused",
     }
     args = hf_zero.ZeroTrainingArguments(**(defaults | arguments))
-    return hf_zero.ZeroTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=data, eval_dataset=data[:8])
+    model = LlamaForCausalLM(config) if model is None else model
+    return hf_zero.ZeroTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
 
 
 def train(folder, stage, batch, steps=6, resume=None, **arguments):

@@ -1,10 +1,13 @@
 """`from_pretrained` inside `zero_init` gives the weights of a plain load, and no rank ever holds them all."""
 
+import functools
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as tf
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_zero
 from hf_zero import saving
@@ -19,15 +22,15 @@ def _load(name, folder, **options):
         return type(zoo.build(name)).from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
-@distributed(world_size=2)
-def test_every_family_loads_as_on_one_process(tmp_path, name):
+def _check_family(tmp_path, build):
+    """What `from_pretrained` gives inside `zero_init` is what it gives outside: names, dtypes, values, saved bytes."""
     if dist.get_rank() == 0:
-        zoo.build(name, seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+        build(1).save_pretrained(tmp_path, max_shard_size="20KB")
     dist.barrier()
     for dtype in (torch.float32, torch.bfloat16):
-        plain = type(zoo.build(name)).from_pretrained(tmp_path, dtype=dtype)
-        model = _load(name, tmp_path, dtype=dtype)
+        plain = type(build(0)).from_pretrained(tmp_path, dtype=dtype)
+        with hf_zero.zero_init({"zero_stage": 3}):
+            model = type(plain).from_pretrained(tmp_path, dtype=dtype)
         assert all(isinstance(param, DeferredParameter) for param in model.parameters())
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
         params = dict(model.named_parameters())
@@ -45,6 +48,58 @@ def test_every_family_loads_as_on_one_process(tmp_path, name):
 
             plain.save_pretrained(tmp_path / f"plain-{dtype}")
             check_same_folder(tmp_path / f"again-{dtype}", tmp_path / f"plain-{dtype}")
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+@distributed(world_size=2)
+def test_every_family_loads_as_on_one_process(tmp_path, name):
+    _check_family(tmp_path, functools.partial(zoo.build, name))
+
+
+class _SmallShapesConfig(PreTrainedConfig):
+    model_type = "small_shapes"
+
+
+class _SmallShapes(PreTrainedModel):
+    """Parameters and buffers of one element and of none, beside an ordinary one."""
+
+    config_class = _SmallShapesConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        shapes = {"scalar": (), "one": (1,), "one_by_one": (1, 1), "empty": (0,), "rowless": (0, 3), "matrix": (5, 7)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+            self.register_buffer(f"{name}_buffer", torch.zeros(shape))
+        self.linear = torch.nn.Linear(3, 1)
+        self.post_init()
+
+
+def _small(name, seed):
+    """Models with parameters of one element, whose values the seed decides."""
+    makes = {
+        "small shapes": lambda: _SmallShapes(_SmallShapesConfig()),
+        "clip": lambda: tf.CLIPModel(tf.CLIPConfig(projection_dim=8, text_config=_TEXT, vision_config=zoo._VISION)),
+        "siglip": lambda: tf.SiglipModel(tf.SiglipConfig(text_config=_TEXT, vision_config=zoo._VISION)),
+        "regression": lambda: tf.BertForSequenceClassification(tf.BertConfig(**{**zoo._BERT, "num_labels": 1})),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = makes[name]()
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.normal_()
+    return model
+
+
+_TEXT = {**zoo._ENCODER, "vocab_size": zoo.VOCAB, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("name", ["small shapes", "clip", "siglip", "regression"])
+@distributed(world_size=2)
+def test_parameters_of_one_element_and_of_none_load_as_on_one_process(tmp_path, name):
+    _check_family(tmp_path, functools.partial(_small, name))
 
 
 @distributed(world_size=2)

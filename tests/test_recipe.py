@@ -115,6 +115,20 @@ def test_what_cannot_be_made_again_is_whole():
     assert torch.equal(ours.alias, ours.second.weight)
 
 
+class _Untouched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.linear = nn.Linear(4, 1)
+
+
+def test_a_parameter_that_nothing_initialises_keeps_its_memory():
+    """There is nothing that could be done again: whatever is read later must stay the same."""
+    _, ours = _twins(_Untouched)
+    assert _deferred(ours) == ["linear.weight", "linear.bias"]
+    assert ours.weight.untyped_storage().nbytes() == 64 and torch.equal(ours.weight, ours.weight.clone())
+
+
 def test_a_copy_of_a_model_without_values():
     plain, ours = _twins(lambda: zoo.build("gpt2"))
     twin = copy.deepcopy(ours)
