@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hf_zero.checksum import checksum, combine
 from hf_zero.errors import ZeroCheckpointError
@@ -23,6 +23,12 @@ MARKER = "COMMIT"
 # Folders under construction stand in this folder, next to where they are going to be.
 UNCOMMITTED = "uncommitted"
 _STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
+_FORMAT = 1
+# What resuming reads. Users may add files to a checkpoint, but none of these: a reader would take it for a part of it.
+_READ = re.compile(
+    r"(model|adapter_model|zero_state)[\w-]*\.safetensors|model\.safetensors\.index\.json|trainer_state\.json|"
+    r"(scheduler|rng_state|random_states)\w*\.(pt|pth|pkl|bin|safetensors)"
+)
 # Tensor checksums by file.
 Sums = Mapping[str, Mapping[str, int]]
 
@@ -33,9 +39,10 @@ def write_marker(folder: Path, sums: Sums) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         _flush(path)
-        files[str(path.relative_to(folder))] = _describe(path, sums.get(path.name))
+        name = path.relative_to(folder).as_posix()
+        files[name] = _describe(path, sums.get(name))
     temporary = folder / (MARKER + ".tmp")
-    temporary.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
+    temporary.write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1), encoding="utf-8")
     _flush(temporary)
     os.replace(temporary, folder / MARKER)
     _flush(folder)
@@ -78,24 +85,49 @@ def is_committed(folder: Path) -> bool:
     return (folder / MARKER).is_file()
 
 
-def tensor_sums(folder: Path, file: str) -> dict[str, int] | None:
-    """The checksums that the marker has for a sliced file; None where it has none."""
-    if not is_committed(folder):
-        return None
-    described = _read_marker(folder).get(file, {}).get("tensors")
-    return None if described is None else {name: int(value, 16) for name, value in described.items()}
-
-
 def _read_marker(folder: Path) -> dict[str, dict]:
+    """What the marker says of every file, by its path in the folder.
+
+    Raises ZeroCheckpointError where it is damaged, or of a format that this version does not know.
+    """
+    path = folder / MARKER
+    wrong = None
     try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ZeroCheckpointError(f"{folder / MARKER} is damaged: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version, files = content["format"], content["files"]
+        if version == _FORMAT:
+            wrong = next((name for name, described in files.items() if not _is_sound(name, described)), None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ZeroCheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if version != _FORMAT:
+        raise ZeroCheckpointError(
+            f"{path} has format {version!r}, and this hf_zero reads format {_FORMAT}: update hf_zero"
+        )
+    if wrong is not None:
+        raise ZeroCheckpointError(f"{path} is damaged: '{wrong}' in it is no file of the folder, or has no size")
+    if not files:
+        raise ZeroCheckpointError(f"{path} is damaged: it lists no files")
+    return files
+
+
+def _is_sound(name: str, described: dict) -> bool:
+    """Whether an entry names a file inside the folder, with its size and a hash."""
+    path = PurePosixPath(name)
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    if "sha256" in described:
+        hashes = [described["sha256"]]
+    else:
+        hashes = [described["header_sha256"], *described["tensors"].values()]
+    return inside and isinstance(described["size"], int) and all(int(value, 16) >= 0 for value in hashes)
 
 
 def check_files(folder: Path) -> None:
     """Raise ZeroCheckpointError, naming the file, where something is missing or changed; tensors are not read."""
-    for name, described in _read_marker(folder).items():
+    files = _read_marker(folder)
+    for path in folder.iterdir():
+        if _READ.fullmatch(path.name) and path.name not in files:
+            raise ZeroCheckpointError(f"{path} is no part of the checkpoint: {MARKER} does not list it")
+    for name, described in files.items():
         path = folder / name
         if not path.is_file():
             raise ZeroCheckpointError(f"{path} is missing from a committed checkpoint")
@@ -123,9 +155,20 @@ def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
 
 
 def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
-    """Raise ZeroCheckpointError where a tensor is not the one that was saved; it names the file and the tensor."""
-    for tensor, wanted in (tensor_sums(folder, file) or {}).items():
-        if tensor in found and found[tensor] != wanted:
+    """Raise ZeroCheckpointError where a tensor is not the one that was saved; it names the file and the tensor.
+
+    Of a folder without a marker nothing is known.
+    """
+    if not is_committed(folder):
+        return
+    described = _read_marker(folder).get(file)
+    if described is None:
+        raise ZeroCheckpointError(f"{folder / file} is no part of the checkpoint: {MARKER} does not list it")
+    wanted = described.get("tensors")
+    for tensor, value in found.items() if wanted is not None else ():
+        if tensor not in wanted:
+            raise ZeroCheckpointError(f"{folder / MARKER} is damaged: it has no checksum of '{tensor}' in {file}")
+        if value != int(wanted[tensor], 16):
             raise ZeroCheckpointError(
                 f"{folder / file} is damaged: tensor '{tensor}' has other values than were saved"
             )

@@ -281,4 +281,10 @@ def _save_adapters(
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in logical_state(model).items()
         }
-        agree(comm, lambda: write_rest(str(folder), {**everything, **chosen}) if creates else None)
+
+        def write() -> None:
+            if creates:
+                with naming(folder):
+                    write_rest(str(folder), {**everything, **chosen})
+
+        agree(comm, write)

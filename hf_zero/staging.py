@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero.background import Later
 from hf_zero.checksum import combine
 from hf_zero.comm import Communicator
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, ZeroError
 from hf_zero.sliced_file import BUFFER_BYTES, SlicedFile, SliceWriter
 
 
@@ -31,21 +31,29 @@ def agree(comm: Communicator, action: Callable[[], object]) -> None:
     error = None
     try:
         action()
-    except (OSError, ValueError, RuntimeError) as caught:
+    except Exception as caught:  # whatever it is, the others wait for this rank
         error = caught
-    failures = [(rank, text) for rank, text in enumerate(comm.all_gather_object(error and str(error))) if text]
+    told = comm.all_gather_object(None if error is None else _describe(error))
+    failures = [(rank, text) for rank, text in enumerate(told) if text is not None]
     if failures:
         rank, text = failures[0]
         raise ZeroCheckpointError(f"rank {rank} of {comm.world_size} failed: {text}") from error
 
 
+def _describe(error: Exception) -> str:
+    """What an error says; of other libraries' errors it needs to be told what they are."""
+    return str(error) if isinstance(error, ZeroError | OSError) else f"{type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system, which often leave it out, name what cannot be written."""
+    """Errors of the system and of libraries, which often leave it out, name what cannot be written."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        raise ZeroCheckpointError(f"{path} cannot be written: {error}") from error
+    except ZeroError:
+        raise
+    except Exception as error:
+        raise ZeroCheckpointError(f"{path} cannot be written: {_describe(error)}") from error
 
 
 def add_up(comm: Communicator, sums: Mapping[str, int]) -> dict[str, int]:
