@@ -41,8 +41,9 @@ def agree(comm: Communicator, action: Callable[[], object]) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """What an error says; of other libraries' errors it needs to be told what they are."""
-    return str(error) if isinstance(error, ZeroError | OSError) else f"{type(error).__name__}: {error}"
+    """What an error says; what a `KeyError` says needs to be told what it is."""
+    says = isinstance(error, OSError | ValueError | RuntimeError) and str(error)
+    return str(error) if says else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
