@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import mmap
 import os
 import struct
@@ -32,6 +33,9 @@ _NAMES = {
     torch.float16: "F16",
     torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
@@ -43,12 +47,20 @@ _RANKING = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 # Values are cast and copied to the host in buffers of this size: what writing and reading hold besides the tensors.
 BUFFER_BYTES = 16 * 2**20
 _PAGE = mmap.PAGESIZE
+# The library reads no longer header.
+_LONGEST_HEADER = 100_000_000
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def library_order(tensors: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors in the order that the safetensors library writes them in: wide dtypes first, then by name."""
+    """The tensors in the order that the safetensors library writes them in: wide dtypes first, then by name.
+
+    Raises ZeroCheckpointError for a dtype that the format does not have.
+    """
+    for name, (dtype, _) in tensors.items():
+        if dtype not in _NAMES:
+            raise ZeroCheckpointError(f"tensor '{name}' cannot be saved: safetensors files know no {dtype}")
     return dict(sorted(tensors.items(), key=lambda item: (_RANKING[item[1][0]], item[0].encode())))
 
 
@@ -67,7 +79,7 @@ class SlicedFile:
         entries: dict[str, object] = {"__metadata__": self.metadata} if metadata else {}
         end = 0
         for name, (dtype, shape) in tensors.items():
-            begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+            begin, end = end, end + dtype.itemsize * math.prod(shape)
             self._begin[name] = begin
             entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -81,20 +93,20 @@ class SlicedFile:
         path = Path(path)
         try:
             with path.open("rb") as file:
-                size = path.stat().st_size
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > size:
-                    raise ValueError("its header is longer than the file")
+                size = os.fstat(file.fileno()).st_size
+                start = file.read(8)
+                length = int.from_bytes(start, "little")
+                if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
+                    raise ValueError("it does not begin with the length of a header")
                 header = file.read(length)
-            entries = json.loads(header)
-            metadata = entries.pop("__metadata__", {})
-            tensors = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries.items()}
-            opened = cls(tensors, metadata)
-            opened._begin = {name: entry["data_offsets"][0] for name, entry in entries.items()}
-        except (OSError, struct.error, ValueError, KeyError) as error:
+            tensors, metadata = _parse(header.decode())
+        except OSError as error:
+            raise ZeroCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise ZeroCheckpointError(f"{path} is not a safetensors file: {error}") from error
-        opened.header = struct.pack("<Q", length) + header
-        opened.nbytes = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        opened = cls(tensors, metadata)
+        opened.nbytes += 8 + length - len(opened.header)
+        opened.header = start + header
         if size != opened.nbytes:
             raise ZeroCheckpointError(f"{path} has {size} bytes, its header asks for {opened.nbytes}")
         return opened
@@ -104,7 +116,15 @@ class SlicedFile:
         return len(self.header) + self._begin[name] + start * self.tensors[name][0].itemsize
 
     def create(self, path: Path) -> None:
-        """Make the file with its header and its final size; the tensors are still zero."""
+        """Make the file with its header and its final size; the tensors are still zero.
+
+        Raises ZeroCheckpointError where the header is longer than any reader takes.
+        """
+        if len(self.header) - 8 > _LONGEST_HEADER:
+            raise ZeroCheckpointError(
+                f"{path} would hold {len(self.tensors):,} tensors and a header of {len(self.header):,} bytes: readers "
+                f"of safetensors take {_LONGEST_HEADER:,} at most. Save in more files (a smaller max_shard_size)"
+            )
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
@@ -130,6 +150,40 @@ class SlicedFile:
         finally:
             os.close(descriptor)
         return sums
+
+
+def _parse(header: str) -> tuple[Shapes, dict[str, str]]:
+    """The tensors of a header, as they lie in the file, and its metadata. Raises ValueError where it is not valid."""
+    entries = json.loads(header)
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are no strings")
+    for name, entry in entries.items():
+        _check_entry(name, entry)
+    tensors, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        if entry["data_offsets"] != [begin, end]:
+            raise ValueError(f"tensor '{name}' should be the bytes {begin} to {end}, not {entry['data_offsets']}")
+        tensors[name] = dtype, shape
+    return tensors, metadata
+
+
+def _check_entry(name: str, entry: object) -> None:
+    if not isinstance(entry, dict):
+        raise ValueError(f"tensor '{name}' is not described")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor '{name}' needs a dtype, a shape and two offsets, in whole numbers from 0 on")
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensor '{name}' has the dtype {dtype}; hf_zero reads {', '.join(_DTYPES)}")
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def read_parts(layout: SlicedFile, path: str | os.PathLike, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
