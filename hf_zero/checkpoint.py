@@ -12,21 +12,30 @@ from torch import Tensor
 from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
 from hf_zero.committed import compare_sums
-from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.masters import Piece
+from hf_zero.optimizer import Binding
 from hf_zero.sliced_file import SlicedFile
 from hf_zero.staging import Part, add_up, agree, stage
+from hf_zero.state_checks import (
+    FORMAT,
+    MASTER,
+    VERSION,
+    check_optimizers,
+    check_parameters,
+    kinds_in,
+    open_state,
+    options_for,
+)
 
 
 STATE_NAME = "zero_state.safetensors"
-MASTER = "master"
 
 
 def save_state(
     folder: str | Path,
     buffers: Iterable[FlatBuffer],
-    optimizers: Iterable[torch.optim.Optimizer],
+    bindings: Iterable[Binding],
     comm: Communicator,
     name: str = STATE_NAME,
     is_main: bool | None = None,
@@ -42,7 +51,9 @@ def save_state(
     the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write. With `later` the values are
     copied only, and the checksums are there when its steps are done.
     """
-    buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
+    buffers, bindings = list(buffers), list(bindings)
+    members, optimizers = members_of(buffers, bindings), [binding.optimizer for binding in bindings]
+    buffers = [buffer for buffer in buffers if buffer.trainable]
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
     kinds = _agreed_kinds(buffers, optimizers, comm)
     tensors = {}
@@ -51,8 +62,12 @@ def save_state(
             for kind, dtype in kinds[parameter].items():
                 if kind != MASTER or id(param) not in stored:
                     tensors[f"{parameter}.{kind}"] = (dtype, shape)
-    groups = _agreed_options(optimizers, comm)
-    metadata = header(groups, extra or {}, [parameter for buffer in buffers for parameter in buffer.names])
+    metadata = header(
+        _agreed_options(optimizers, comm),
+        {**(extra or {}), "members": members},
+        [parameter for buffer in buffers for parameter in buffer.names],
+        [type(optimizer).__name__ for optimizer in optimizers],
+    )
     file = SlicedFile(tensors, metadata)
 
     def parts() -> Iterator[Part]:
@@ -71,54 +86,67 @@ def save_state(
     return sums
 
 
-def header(optimizers: list[list[dict]], extra: Mapping[str, object], parameters: Iterable[str]) -> dict[str, str]:
-    """The metadata of the file: options and scalar states per optimizer and group, and the trained parameters."""
+def header(
+    optimizers: list[list[dict]],
+    extra: Mapping[str, object],
+    parameters: Iterable[str],
+    classes: Iterable[str | None] | None = None,
+) -> dict[str, str]:
+    """The metadata of the file: options and scalar states per optimizer and group, and the trained parameters.
+
+    `classes` are the names of the optimizers' classes, where they are known.
+    """
     return {
-        "format": "hf_zero",
+        "format": FORMAT,
+        "version": str(VERSION),
         "optimizers": json.dumps(optimizers),
+        "classes": json.dumps(list(classes or [None] * len(optimizers))),
         "extra": json.dumps(dict(extra)),
         "parameters": json.dumps(list(parameters)),
     }
 
 
+def members_of(buffers: Iterable[FlatBuffer], bindings: Iterable[Binding]) -> list[list[list[str]]]:
+    """The names of the parameters of every optimizer and group, in the order in which the optimizer was given them."""
+    names = {param: name for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    return [[[names[param] for param in params] for params in binding.groups] for binding in bindings]
+
+
 def load_state(
     folder: str | Path,
     buffers: Iterable[FlatBuffer],
-    optimizers: Iterable[torch.optim.Optimizer],
+    bindings: Iterable[Binding],
     comm: Communicator,
     name: str = STATE_NAME,
 ) -> tuple[set[str], dict]:
     """Read what `save_state` wrote, at any world size and stage; every rank reads its own byte ranges only.
 
     Returns the names of the parameters whose masters the file leaves out (they stand in the model's own files), and
-    what was given as `extra`. Raises ZeroCheckpointError, on all ranks, where a parameter has another shape or a
-    tensor is not what was saved.
+    what was given as `extra`. Raises ZeroCheckpointError, on all ranks, where the file is of other parameters, shapes,
+    optimizers or groups, before anything is changed; and where a tensor is not what was saved.
     """
     path = Path(folder) / name
-    if not path.exists():
-        raise ZeroCheckpointError(f"{path} does not exist: {folder} holds no training state of hf_zero")
-    buffers, optimizers = [buffer for buffer in buffers if buffer.trainable], list(optimizers)
+    buffers, bindings = list(buffers), list(bindings)
+    trained, optimizers = [buffer for buffer in buffers if buffer.trainable], [each.optimizer for each in bindings]
     missing: set[str] = set()
     sums: dict[str, int] = {}
     extra: dict[str, object] = {}
 
     def read() -> None:
-        file = SlicedFile.open(path)
+        file = open_state(path)
         extra.update(json.loads(file.metadata["extra"]))
-        missing.update(_check(file, buffers, path))
         saved = json.loads(file.metadata["optimizers"])
-        if len(saved) != len(optimizers):
-            raise ZeroCheckpointError(
-                f"{path} holds the state of {len(saved)} optimizers, this run has {len(optimizers)}"
-            )
+        missing.update(check_parameters(file, buffers, path))
+        check_optimizers(file, optimizers, members_of(buffers, bindings), path)
         for optimizer, options in zip(optimizers, saved, strict=True):
-            _restore_options(optimizer, options, path)
-        for buffer in buffers:
+            _restore_options(optimizer, options)
+        kinds = kinds_in(file)
+        for buffer in trained:
             for optimizer in optimizers:
-                _make_states(file, buffer, optimizer)
-        replicated = [buffer for buffer in buffers if not buffer.owns_slice]
-        sharded = [buffer for buffer in buffers if buffer.owns_slice]
-        counted = buffers if comm.rank == 0 else sharded
+                _make_states(kinds, buffer, optimizer)
+        replicated = [buffer for buffer in trained if not buffer.owns_slice]
+        sharded = [buffer for buffer in trained if buffer.owns_slice]
+        counted = trained if comm.rank == 0 else sharded
         uncounted = [] if comm.rank == 0 else replicated
         sums.update(file.read(path, _in_file(file, counted, optimizers)))
         file.read(path, _in_file(file, uncounted, optimizers))
@@ -203,19 +231,13 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
     return described
 
 
-def _restore_options(optimizer: torch.optim.Optimizer, saved: list[dict], path: Path) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise ZeroCheckpointError(
-            f"{path} holds {len(saved)} optimizer groups, this run's {type(optimizer).__name__} has "
-            f"{len(optimizer.param_groups)}: build the optimizer with the same groups"
-        )
+def _restore_options(optimizer: torch.optim.Optimizer, saved: list[dict]) -> None:
     for group, described in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in described["options"].items():
-            present = group.get(key)
-            if isinstance(present, Tensor):
-                present.fill_(value)
+        for key, value in options_for(group, described).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(present, tuple) else value
+                group[key] = value
         for weight in group["params"]:
             for kind, value in described["scalars"].items():
                 if isinstance(value, dict):
@@ -223,7 +245,9 @@ def _restore_options(optimizer: torch.optim.Optimizer, saved: list[dict], path: 
                 optimizer.state[weight][kind] = value
 
 
-def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Optimizer) -> None:
+def _make_states(
+    kinds: Mapping[str, Mapping[str, torch.dtype]], buffer: FlatBuffer, optimizer: torch.optim.Optimizer
+) -> None:
     """Make room for the state tensors that the file has for this rank's part of the buffer."""
     adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for piece in buffer.pieces:
@@ -233,29 +257,7 @@ def _make_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Op
         spans = buffer.layout.spans(buffer.begin + piece.start, buffer.begin + piece.stop)
         # A piece of padding only has the states of its group too: an optimizer expects all of them or none.
         for index in [span.index for span in spans] or [len(buffer.names) - 1]:
-            prefix = buffer.names[index] + "."
-            for name in (name for name in file.tensors if name.startswith(prefix)):
-                kind = name.removeprefix(prefix)
-                if kind != MASTER and "." not in kind:
-                    state = optimizer.state[weight]
-                    if kind not in state:
-                        state[kind] = torch.zeros_like(weight, dtype=file.tensors[name][0], requires_grad=False)
-
-
-def _check(file: SlicedFile, buffers: list[FlatBuffer], path: Path) -> set[str]:
-    """The parameters whose masters the file leaves out. Raises where one has another shape, or is unknown."""
-    problems, missing = [], set()
-    known = set(json.loads(file.metadata["parameters"]))
-    for buffer in buffers:
-        for name, shape in zip(buffer.names, buffer.layout.shapes, strict=True):
-            found = file.tensors.get(f"{name}.{MASTER}")
-            if name not in known:
-                problems.append(f"'{name}' is missing")
-            elif found is None:
-                missing.add(name)
-            elif found[1] != shape:
-                problems.append(f"'{name}' has shape {found[1]}, the model's is {shape}")
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ZeroCheckpointError(f"{path} does not fit the model: {shown}")
-    return missing
+            for kind, dtype in kinds.get(buffer.names[index], {}).items():
+                state = optimizer.state[weight]
+                if kind not in state:
+                    state[kind] = torch.zeros_like(weight, dtype=dtype, requires_grad=False)

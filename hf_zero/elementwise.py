@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,19 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     generator = torch.Generator().manual_seed(0)
     values, *grads = (torch.randn(8, 4, generator=generator) for _ in range(3))
     try:
-        whole = _step_twin(optimizer, [values], [[grad] for grad in grads])
-        flat = _step_twin(optimizer, _pieces(values), [_pieces(grad) for grad in grads])
+        whole = _values(_step_twin(optimizer, [values], [[grad] for grad in grads]))
+        flat = _values(_step_twin(optimizer, _pieces(values), [_pieces(grad) for grad in grads]))
     except Exception as error:
         raise ValueError(_refusal(optimizer, f"it fails on flat parameters: {error}")) from error
     if not torch.allclose(torch.cat(whole), torch.cat(flat), rtol=1e-5, atol=1e-7):
         raise ValueError(_refusal(optimizer, "its update of an element depends on the shape around it"))
+
+
+def state_kinds(optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> set[str]:
+    """The kinds of state ("exp_avg", ...) that `optimizer` keeps for every element of a group with these options."""
+    twin = _step_twin(optimizer, [torch.zeros(2, 2)], [[torch.ones(2, 2)]], options)
+    (state,) = twin.state.values() or ({},)
+    return {kind for kind, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 2)}
 
 
 def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
@@ -36,8 +43,13 @@ def _refusal(optimizer: torch.optim.Optimizer, reason: str) -> str:
     )
 
 
-def _step_twin(optimizer: torch.optim.Optimizer, values: Iterable[Tensor], grads: list) -> list[Tensor]:
-    """Run a twin of `optimizer` (same class and settings, no state, no hooks) on small tensors."""
+def _step_twin(
+    optimizer: torch.optim.Optimizer,
+    values: Iterable[Tensor],
+    grads: list,
+    options: Mapping[str, object] | None = None,
+) -> torch.optim.Optimizer:
+    """A twin of `optimizer` (same class and settings, no state before, no hooks) that has stepped small tensors."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -45,9 +57,13 @@ def _step_twin(optimizer: torch.optim.Optimizer, values: Iterable[Tensor], grads
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.state = defaultdict(dict)
     settings = optimizer.param_groups[0] if optimizer.param_groups else {}
-    twin.param_groups = [{**settings, "params": params, "lr": 0.01}]
+    twin.param_groups = [{**settings, **(options or {}), "params": params, "lr": 0.01}]
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = grad.clone()
         twin.step()
-    return [param.detach().reshape(-1) for param in params]
+    return twin
+
+
+def _values(twin: torch.optim.Optimizer) -> list[Tensor]:
+    return [param.detach().reshape(-1) for param in twin.param_groups[0]["params"]]

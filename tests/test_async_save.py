@@ -173,7 +173,7 @@ def test_the_copy_takes_the_bytes_that_the_rank_writes(tmp_path, monkeypatch):
     is_main = dist.get_rank() == 0
     with saves.save(engine.comm, asynchronous=True) as later:
         save_folder(model, tmp_path, engine.comm, is_main, lambda folder, state_dict: None, later=later)
-        save_state(tmp_path, engine.buffers, engine.optimizers, engine.comm, later=later)
+        save_state(tmp_path, engine.buffers, engine.bindings, engine.comm, later=later)
         sizes = [tensor.untyped_storage().nbytes() for tensor in kept]
         shares = [None, None]
         dist.all_gather_object(shares, sum(sizes))

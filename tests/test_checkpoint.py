@@ -234,13 +234,13 @@ def test_state_of_another_model_is_refused(tmp_path):
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = hf_zero.shard(model, optimizer, {"zero_stage": 3})
-    checkpoint.save_state(tmp_path, engine.buffers, engine.optimizers, engine.comm)
+    checkpoint.save_state(tmp_path, engine.buffers, engine.bindings, engine.comm)
     other = torch.nn.Linear(4, 5)
     twin = hf_zero.shard(other, torch.optim.SGD(other.parameters(), lr=0.1), {"zero_stage": 3})
     with pytest.raises(ZeroCheckpointError, match=r"'weight' has shape \(4, 4\), the model's is \(5, 4\)"):
-        checkpoint.load_state(tmp_path, twin.buffers, twin.optimizers, twin.comm)
+        checkpoint.load_state(tmp_path, twin.buffers, twin.bindings, twin.comm)
     with pytest.raises(ZeroCheckpointError, match="holds no training state"):
-        checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.optimizers, twin.comm)
+        checkpoint.load_state(tmp_path / "nowhere", twin.buffers, twin.bindings, twin.comm)
 
 
 @distributed(world_size=2)
@@ -283,10 +283,10 @@ def save_and_load_two_groups(folder):
     model, optimizer, engine = prepared()
     step(model, optimizer, engine, 1)
     owned = [sum(weight.numel() for weight in group["params"]) for group in optimizer.param_groups]
-    checkpoint.save_state(folder, engine.buffers, engine.optimizers, engine.comm)
+    checkpoint.save_state(folder, engine.buffers, engine.bindings, engine.comm)
     step(model, optimizer, engine, 2)
     again, loaded, other = prepared()
-    checkpoint.load_state(folder, other.buffers, other.optimizers, other.comm)
+    checkpoint.load_state(folder, other.buffers, other.bindings, other.comm)
     other.after_load()
     step(again, loaded, other, 2)
     for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):

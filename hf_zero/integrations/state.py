@@ -31,25 +31,17 @@ def save_engine(
     later: Later | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
-    extra: dict[str, object] = {"members": _members(engine)}
-    if engine.scaler is not None:
-        extra["loss_scale"] = engine.scaler.state_dict()
+    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
     sums = checkpoint.save_state(
-        folder, engine.buffers, engine.optimizers, engine.comm, name, is_main, stored, extra, later
+        folder, engine.buffers, engine.bindings, engine.comm, name, is_main, stored, extra, later
     )
     return {name: sums}
-
-
-def _members(engine: ZeroEngine) -> list[list[list[str]]]:
-    """The names of the parameters of every optimizer and group, in the order in which the optimizer was given them."""
-    names = {param: name for buffer in engine.buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
-    return [[[names[param] for param in params] for params in binding.groups] for binding in engine.bindings]
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:
     """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
     engine.before_load()
-    missing, extra = checkpoint.load_state(folder, engine.buffers, engine.optimizers, engine.comm, name)
+    missing, extra = checkpoint.load_state(folder, engine.buffers, engine.bindings, engine.comm, name)
     if engine.scaler is not None and "loss_scale" in extra:
         engine.scaler.load_state_dict(extra["loss_scale"])
     return missing
