@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 
 # name -> (module with a main(argv) -> exit status, what it does)
@@ -24,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def _usage() -> str:
     width = max(len(name) for name in COMMANDS)
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "usage: hf-zero COMMAND ...\n\ncommands:\n" + "\n".join(lines)
+    return "usage: hf-zero COMMAND ... | --version\n\ncommands:\n" + "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0 if words else 2
+    if words[0] == "--version":
+        print(f"hf-zero {metadata.version('hf_zero')}")
+        return 0
     if words[0] not in COMMANDS:
         print(f"hf-zero: unknown command {words[0]!r}\n{_usage()}", file=sys.stderr)
         return 2

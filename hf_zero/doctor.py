@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -24,9 +25,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.command_line import CommandParser
+
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "9p", "fuse.sshfs"}
-_SELF_TEST_S = 60
+_TIMEOUT_S = 120  # most of it is what interpreters take to import torch where other programs run as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +163,13 @@ def _direct_write(folder: Path) -> str | None:
     return None
 
 
-def collectives(num_processes: int) -> Iterator[Finding]:
+def collectives(num_processes: int, timeout_s: float) -> Iterator[Finding]:
     """Have ranks gather and reduce with each other, in processes of their own."""
+    deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "hf_zero.doctor", "--rank", str(rank), "--num_processes", str(num_processes)],
+                [sys.executable, "-m", "hf_zero.doctor", "--rank", str(rank), "--num-processes", str(num_processes)],
                 env={**os.environ, "HF_ZERO_DOCTOR_FOLDER": folder, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -174,9 +178,9 @@ def collectives(num_processes: int) -> Iterator[Finding]:
             for rank in range(num_processes)
         ]
         try:
-            reports = [rank.communicate(timeout=_SELF_TEST_S) for rank in ranks]
+            reports = [rank.communicate(timeout=max(0.0, deadline - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
-            yield _fail("collectives", f"{num_processes} ranks did not finish within {_SELF_TEST_S} s")
+            yield _fail("collectives", _too_late(sum(rank.poll() is None for rank in ranks), num_processes, timeout_s))
             return
         finally:
             for rank in ranks:
@@ -190,10 +194,20 @@ def collectives(num_processes: int) -> Iterator[Finding]:
     yield _ok("collectives", reports[0][0].strip().splitlines()[-1])
 
 
+def _too_late(late: int, num_processes: int, timeout_s: float) -> str:
+    """What ranks that have not finished may mean: a machine with other work, or ranks that do not find each other."""
+    said = f"{late} of {num_processes} ranks did not finish within {timeout_s:g} s; "
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        return f"{said}the machine is busy (load average {load:.1f} on {cores} cores): give more time with --timeout"
+    return (
+        f"{said}the machine is not busy (load average {load:.1f} on {cores} cores), so they may not reach each other: "
+        "see GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; or give more time with --timeout"
+    )
+
+
 def _one_rank(rank: int, world_size: int) -> int:
     """One rank of the self-test: every move that the engine makes, checked."""
-    import time
-
     import torch
 
     from hf_zero.comm import Communicator, join
@@ -226,12 +240,19 @@ def _one_rank(rank: int, world_size: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hf-zero doctor", description="Check this machine; exit status 1 on faults.")
-    parser.add_argument("--num_processes", type=int, default=2, help="ranks of the self-test; 0: none (default: 2)")
+    parser = CommandParser(prog="hf-zero doctor", description="Check this machine; exit status 1 on faults.")
+    parser.add_argument("--num-processes", type=int, default=2, help="ranks of the self-test; 0: none (default: 2)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"how long the self-test may take (default: {_TIMEOUT_S})",
+    )
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(list(argv))
+    options = parser.parse_args(argv)
     if options.rank is not None:
         return _one_rank(options.rank, options.num_processes)
     folder = Path(options.folder).absolute()
@@ -240,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, limits, lambda: disk(folder)]
     if options.num_processes > 0:
-        checks.append(lambda: collectives(options.num_processes))
+        checks.append(lambda: collectives(options.num_processes, options.timeout))
     findings = [finding for check in checks for finding in check()]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -79,7 +79,7 @@ def test_derived_values():
 def test_replace_checks_and_records():
     config = ZeroConfig().replace(origin=Origin(label="here"), hysteresis=3)
     assert (config.hysteresis, config.where("hysteresis"), config.where("zero_stage")) == (3, "here", "default")
-    with pytest.raises(ZeroConfigError, match=r"hysteresis is 0 \(argument\)"):
+    with pytest.raises(ZeroConfigError, match=r"hysteresis is 0 \(the keyword arguments\)"):
         config.replace(hysteresis=0)
     with pytest.raises(ZeroConfigError, match="no field 'histeresis'"):
         config.replace(histeresis=0)
@@ -187,7 +187,6 @@ def test_problems_of_the_json_name_the_way_to_it(tmp_path):
         ("a.yaml", "a: [1", ": not valid YAML"),
         ("a.yaml", "", "the file is empty"),
         ("a.yaml", "just text", "the file is a str"),
-        ("a.yaml", "zero_stage: 2\nzero_stage: 3\n", ":2: zero_stage stands here and on line 1: remove one of them"),
         (
             "a.json",
             '{"zero_optimization": {"stage": 2,\n "stage": 3}}',
@@ -203,6 +202,67 @@ def test_files_that_cannot_be_used(tmp_path, name, content, words):
     (problem,) = _problems(file)
     assert problem.startswith(str(file))
     assert words in problem
+
+
+def test_the_last_of_two_yaml_keys_counts_as_it_does_for_accelerate(tmp_path):
+    file = tmp_path / "a.yaml"
+    section = "deepspeed_config:\n  zero_stage: {}\n  overlap_comm: false\n"
+    file.write_text("debug: false\n" + section.format(1) + section.format(3) + "debug: false\n")
+    config = ZeroConfig.from_any(file)
+    assert (config.zero_stage, config.where("zero_stage")) == (3, f"{file}:6")
+    assert config.notes == (
+        f"{file}:5: deepspeed_config stands here and on line 2: the last one counts, as it does for Accelerate",
+        f"{file}:8: debug stands here and on line 1: the last one counts, as it does for Accelerate",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            '{"zero_optimization": {"stage": 3}\n',
+            ":1: not valid JSON: Expecting ',' delimiter (the file ends",
+        ),
+        ('{\n "zero_optimization": {\n  "stage": 3\n\n\n', ":5: not valid JSON: "),
+        ("\n\n", ":2: not valid JSON: "),
+    ],
+)
+def test_a_json_that_ends_too_early(tmp_path, content, words):
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    (problem,) = _problems(file)
+    assert problem.startswith(str(file) + words) and problem.endswith("is a closing brace missing?)"), problem
+
+
+def test_keys_of_a_json_that_stand_for_comments_are_left_out(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(
+        '{"_comment": "all", "//": 1, "//stage": 9, "zero_optimization": {"_why": [1], "stage": 3},\n'
+        ' "optimizer": {"type": "SGD", "_": 0, "params": {"lr": 0.1}}, "_comment2": {"zero_stage": 1}}'
+    )
+    config = ZeroConfig.from_any(file)
+    assert (config.zero_stage, config.optimizer) == (3, {"type": "SGD", "params": {"lr": 0.1}})
+    assert config.notes == ()
+    assert ZeroConfig.from_any(json.loads(file.read_text())) == config
+    yaml_file = tmp_path / "a.yaml"
+    yaml_file.write_text("zero_stage: 3\n_comment: all\n")  # Accelerate refuses it, too
+    assert "unknown key '_comment'" in _problems(yaml_file)[0]
+
+
+def test_what_deepspeed_knows_and_needs_nothing_here_is_noted_and_misspelt_keys_are_not():
+    sections = {"comms_config": {"verbose": False}, "timers": {}, "datastates_ckpt": {"host_cache_size": 16}}
+    config = ZeroConfig.from_any({"zero_optimization": {"stage": 3}, **sections, "disable_allgather": False})
+    assert [note.split(" ")[3] for note in config.notes] == list(sections), config.notes
+    (problem,) = _problems({"zero_optimization": {"stage": 3}, "comms_confg": {}})
+    assert problem.endswith("unknown key 'comms_confg'; did you mean 'comms_config'?")
+
+
+def test_a_json_for_sequence_parallelism_is_refused():
+    source = {"zero_optimization": {"stage": 3}, "seq_parallel_communication_data_type": "bf16"}
+    (problem,) = _problems(source)
+    assert "the file is for sequence parallelism" in problem
+    source["seq_parallel_communication_data_type"] = "fp32"  # DeepSpeed's default, which dumped files hold
+    assert ZeroConfig.from_any(source).notes == ()
 
 
 def test_json_comments_get_a_hint(tmp_path):
@@ -225,7 +285,7 @@ def test_sources_that_are_none(source):
 
 
 def test_keys_must_be_text():
-    assert _problems({3: 1}) == ("dict: keys must be text, got 3",)
+    assert _problems({3: 1}) == ("the configuration dict: keys must be text, got 3",)
 
 
 def test_offload_to_disk_needs_a_folder_that_can_be_written(tmp_path):
@@ -243,8 +303,10 @@ def test_arguments_win_over_a_file_and_none_means_not_given():
     file = CONFIGS / "tutorial_zero2.yaml"
     config = ZeroConfig.from_any(file, zero_stage=1, gradient_accumulation_steps="8", overlap_comm=None)
     assert (config.zero_stage, config.gradient_accumulation_steps, config.overlap_comm) == (1, 8, True)
-    assert (config.where("zero_stage"), config.where("overlap_comm")) == ("argument", f"{file}:10")
-    assert _problems(file, zero_stag=1) == ("argument: unknown key 'zero_stag'; did you mean 'zero_stage'?",)
+    assert (config.where("zero_stage"), config.where("overlap_comm")) == ("the keyword arguments", f"{file}:10")
+    assert _problems(file, zero_stag=1) == (
+        "the keyword arguments: unknown key 'zero_stag'; did you mean 'zero_stage'?",
+    )
 
 
 def test_a_config_passes_through_unchanged():

@@ -14,7 +14,7 @@ def run(capsys, *words):
 
 
 def test_a_sound_machine_passes(capsys, tmp_path):
-    status, out, _ = run(capsys, "--num_processes", 2, "--folder", tmp_path, "--json")
+    status, out, _ = run(capsys, "--num_processes", 2, "--folder", tmp_path, "--timeout", 300, "--json")
     findings = {finding["what"]: finding for finding in json.loads(out)}
     assert status == 0, findings
     assert findings["collectives"]["text"].startswith("2 ranks: right values"), findings["collectives"]
@@ -23,7 +23,7 @@ def test_a_sound_machine_passes(capsys, tmp_path):
 
 
 def test_the_table(capsys, tmp_path):
-    status, out, _ = run(capsys, "--num_processes", 0, "--folder", tmp_path)
+    status, out, _ = run(capsys, "--num-processes", 0, "--folder", tmp_path)
     assert status == 0
     assert "collectives" not in out and f"{tmp_path}" in out.replace("\n", "")
 
@@ -41,14 +41,21 @@ def test_a_fault_is_the_exit_status(capsys, tmp_path, monkeypatch):
 
 def test_a_rank_that_fails_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    (finding,) = doctor.collectives(2)
+    (finding,) = doctor.collectives(2, 300)
     assert finding.level == "fail" and finding.text.startswith("rank 0 of 2: "), finding
 
 
-def test_a_rank_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(doctor, "_SELF_TEST_S", 0.01)
-    (finding,) = doctor.collectives(2)
-    assert finding.level == "fail" and "did not finish" in finding.text
+@pytest.mark.parametrize(
+    ("load", "words"), [(7.5, "the machine is busy (load average 7.5 on 4 cores)"), (0.1, "may not reach each other")]
+)
+def test_ranks_that_hang_are_ended_with_advice(load, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 4)
+    status, out, _ = run(capsys, "--folder", tmp_path, "--timeout", 0.01, "--json")
+    finding = next(finding for finding in json.loads(out) if finding["what"] == "collectives")
+    assert (status, finding["level"]) == (1, "fail")
+    assert finding["text"].startswith("2 of 2 ranks did not finish within 0.01 s"), finding
+    assert words in finding["text"] and finding["text"].endswith("--timeout"), finding
 
 
 @pytest.mark.parametrize("refused", [False, True])

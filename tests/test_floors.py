@@ -13,6 +13,7 @@ MAX_LINES = 400
 ROOF = 7
 FLOORS = {
     "errors": 0,
+    "command_line": 0,
     "config": 0,
     "placement": 0,
     "layout": 0,
@@ -67,6 +68,7 @@ FLOORS = {
 # Imports along a floor, (importer, imported), that are meant. Never both ways.
 SIDEWAYS = {
     ("config", "errors"),
+    ("config", "command_line"),
     ("placement", "errors"),
     ("layout", "errors"),
     ("hang", "errors"),

@@ -35,7 +35,7 @@ _READERS = {
 SHARED = tuple(_READERS)
 
 # The names that transformers' and Accelerate's arguments have for shared values.
-_ARGUMENT_NAMES = {
+ARGUMENT_NAMES = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "max_grad_norm": "gradient_clipping",
     "gradient_clipping": "gradient_clipping",
@@ -89,7 +89,7 @@ def claim_readings(written: str, value: Any, origin: Origin) -> list[Claim]:
     """The claim that one argument makes, or none."""
     if written in ("bf16", "fp16"):
         return [Claim(name="mixed_precision", value=written, origin=origin, owned=True)] if value is True else []
-    name = _ARGUMENT_NAMES.get(written)
+    name = ARGUMENT_NAMES.get(written)
     if name is None or value is None or values.is_auto(value):
         return []
     try:

@@ -6,15 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hf_zero.command_line import CommandParser
 from hf_zero.config import values
-from hf_zero.config.consistency import (
-    Claim,
-    argument_claims,
-    check_consistency,
-    claim_readings,
-    config_claims,
-    resolve_auto,
-)
+from hf_zero.config.arguments import pairs, read_arguments, unknown_arguments
+from hf_zero.config.consistency import Claim, check_consistency, config_claims, resolve_auto
 from hf_zero.config.documents import Document, load_document
 from hf_zero.config.fields import DESCRIPTIONS
 from hf_zero.config.layer import Layer
@@ -26,19 +21,26 @@ from hf_zero.errors import ZeroConfigError
 
 # A file with one of these keys holds training arguments (a TRL or HfArgumentParser YAML), not a ZeRO configuration.
 _ARGUMENT_MARKS = {"output_dir", "learning_rate", "per_device_train_batch_size", "model_name_or_path", "max_steps"}
+_TYPED = "command line"
+_WIDE = 150  # columns of a terminal that has room for a table of four columns
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hf-zero config", description="Show the resolved configuration, or every error in it (exit status 2)."
+    parser = CommandParser(
+        prog="hf-zero config",
+        rest="--args",
+        description="Show the configuration that results, or every error in it (exit status 2).",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="Accelerate YAML, DeepSpeed JSON, training YAML")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--all", action="store_true", help="show the settings that nobody has set, too")
+    parser.add_argument("--json", action="store_true", help="print JSON (of all settings) instead of a table")
     parser.add_argument("--keys", action="store_true", help="list every key of every file format and stop")
-    parser.add_argument("--world_size", type=int, help="number of ranks (default: num_processes of the YAML)")
-    parser.add_argument("--hidden_size", type=int, help="model width, from which auto bucket sizes follow")
-    parser.add_argument("--args", nargs=argparse.REMAINDER, default=[], help="the training script's arguments")
-    options = parser.parse_args(list(argv))
+    parser.add_argument("--world-size", type=int, help="number of ranks (default: num_processes of the YAML)")
+    parser.add_argument("--hidden-size", type=int, help="model width, from which auto bucket sizes follow")
+    parser.add_argument(
+        "--args", nargs=argparse.REMAINDER, default=[], help="last: the training script's arguments, as it takes them"
+    )
+    options = parser.parse_args(argv)
     if options.keys:
         from hf_zero.config.reference import keys_page
 
@@ -48,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name at least one file")
     try:
         config = explain(
-            options.files, _pairs(options.args), world_size=options.world_size, hidden_size=options.hidden_size
+            options.files, pairs(options.args), world_size=options.world_size, hidden_size=options.hidden_size
         )
     except ZeroConfigError as error:
         _print_problems(error, as_json=options.json)
         return 2
-    _print_json(config) if options.json else _print_table(config)
+    _print_json(config) if options.json else _print_table(config, options.all)
     return 0
 
 
@@ -67,14 +69,15 @@ def explain(
     """The configuration that these files and arguments give together; one error holds every problem."""
     layers: list[Layer] = []
     claims: list[Claim] = []
-    training: list[Claim] = []
+    training: dict[str, tuple[Any, Origin]] = {}
     problems: list[str] = []
     # DeepSpeed's JSON is stronger than Accelerate's YAML, in whichever order they are named.
     for file in sorted(files, key=lambda name: name.endswith(".json")):
         try:
             document = load_document(file)
             if _ARGUMENT_MARKS & set(document.data):
-                training += _file_claims(document)
+                training |= _in_file(document)
+                layers.append(Layer(notes=list(document.notes)))
                 continue
             found = read_document(document)
             layers += found
@@ -83,11 +86,16 @@ def explain(
                 world_size = values.to_int(document.data["num_processes"])
         except ZeroConfigError as error:
             problems += error.problems
+    problems += unknown_arguments(arguments, _TYPED)
+    # The script's own rule: what is typed wins over its training file.
+    training |= {name: (value, Origin(label=_TYPED, written=name)) for name, value in arguments.items()}
+    found, said, faults = read_arguments(
+        {name: value for name, (value, _) in training.items()}, lambda name: training[name][1]
+    )
+    layers += found
+    problems += faults
     try:
-        typed = argument_claims(arguments, "command line")
-        # The script's own rule: what is typed wins over its training file.
-        training = [claim for claim in training if claim.name not in {other.name for other in typed}]
-        agreed = check_consistency([*claims, *training, *typed], world_size=world_size)
+        agreed = check_consistency([*claims, *said], world_size=world_size)
     except ZeroConfigError as error:
         problems += error.problems
     if problems:
@@ -95,26 +103,12 @@ def explain(
     return resolve_auto(build(layers), agreed=agreed, world_size=world_size, hidden_size=hidden_size)
 
 
-def _file_claims(document: Document) -> list[Claim]:
+def _in_file(document: Document) -> dict[str, tuple[Any, Origin]]:
     """Training arguments from a YAML, each with its line."""
-    claims = []
-    for key, value in document.data.items():
-        origin = Origin(label=document.label, file=document.file, line=document.line((key,)), written=key)
-        claims += claim_readings(key, value, origin)
-    return claims
-
-
-def _pairs(words: Sequence[str]) -> dict[str, Any]:
-    """``--name value``, ``--name=value`` and ``--flag`` of a training command; everything else is left alone."""
-    found: dict[str, Any] = {}
-    for position, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word[2:].partition("=")
-        following = words[position + 1] if position + 1 < len(words) else "--"
-        text = value if equals else ("true" if following.startswith("--") else following)
-        found[name.replace("-", "_")] = values.is_true(text) if text.lower() in ("true", "false") else text
-    return found
+    return {
+        key: (value, Origin(label=document.label, file=document.file, line=document.line((key,)), written=key))
+        for key, value in document.data.items()
+    }
 
 
 def rows(config: ZeroConfig) -> list[dict[str, Any]]:
@@ -133,22 +127,43 @@ def _print_json(config: ZeroConfig) -> None:
     print(json.dumps({"config": rows(config), "notes": list(config.notes)}, indent=2))
 
 
-def _print_table(config: ZeroConfig) -> None:
+def _print_table(config: ZeroConfig, everything: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("key", "value", "source", "what it does here"):
-        table.add_column(column, overflow="fold")
-    for row in rows(config):
-        style = "dim" if row["source"] == "default" else None
-        table.add_row(row["key"], str(row["value"]), row["source"], row["does"], style=style)
     console = Console(highlight=False)
     if not console.is_terminal:  # a pipe has no width: keep every row on one line
         console = Console(highlight=False, width=240)
+    print_table(config, everything, console)
+
+
+def print_table(config: ZeroConfig, everything: bool, console) -> None:
+    """Print the settings that somebody has set, or `everything`, as wide as a rich console is; then the notes."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = [row for row in rows(config) if everything or _was_set(config, row["key"])]
+    wide = console.width >= _WIDE
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    for column in ("value", "source", "what it does here") if wide else ("value, source, and what it does here",):
+        table.add_column(column, overflow="fold")
+    for row in shown:
+        style = None if _was_set(config, row["key"]) else "dim"
+        cells = [str(row["value"]), row["source"], row["does"]]
+        if not wide:
+            cells = [Text.assemble(f"{cells[0]}, {cells[1]}\n", (cells[2], "dim"))]
+        table.add_row(row["key"], *cells, style=style)
     console.print(table, markup=False)
+    hidden = len(FIELD_NAMES) - len(shown)
+    if hidden:
+        console.print(f"{hidden} more settings that nobody has set: --all shows them", markup=False)
     for note in config.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _was_set(config: ZeroConfig, name: str) -> bool:
+    """Whether a file or an argument names the setting; what only follows from others has no place of its own."""
+    return config.is_set(name) and config.origins[name].label != values.AUTO
 
 
 def _print_problems(error: ZeroConfigError, *, as_json: bool) -> None:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 
+ARGUMENTS = "the keyword arguments"  # the label of what was passed in Python
+
+
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """A place where a value was set: a file and line, an argument, an environment variable."""

@@ -26,7 +26,7 @@ from hf_zero.config.keys_accelerate import (
     TOP_KEYS,
 )
 from hf_zero.config.layer import STAYS_AUTO, Layer, Setting, read_keys
-from hf_zero.config.origin import Origin
+from hf_zero.config.origin import ARGUMENTS, Origin
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
@@ -42,10 +42,10 @@ _STAGE_OF_STRATEGY = {
 
 def read_config(source: Any = None, **overrides: Any) -> ZeroConfig:
     """See ``ZeroConfig.from_any``. All problems of all sources are reported in one error."""
-    return build([*read_source(source), read_flat(overrides, "argument")])
+    return build([*read_source(source), read_flat(overrides, ARGUMENTS)])
 
 
-def read_source(source: Any, label: str = "dict") -> list[Layer]:
+def read_source(source: Any, label: str = "the configuration dict") -> list[Layer]:
     """The layers of one source, weakest first; ``label`` names a dict in messages."""
     if source is None:
         return []
@@ -94,7 +94,7 @@ def _resolve_plain_auto(name: str, setting: Setting) -> Setting:
 
 def _layer_of(config: ZeroConfig) -> Layer:
     settings = {
-        name: Setting(value=getattr(config, name), origin=config.origins.get(name, Origin(label="argument")))
+        name: Setting(value=getattr(config, name), origin=config.origins.get(name, Origin(label=ARGUMENTS)))
         for name in config.chosen()
     }
     return Layer(settings=settings, notes=[note for note in config.notes if note not in advice(config)])
@@ -116,10 +116,13 @@ def read_document(document: Document) -> list[Layer]:
     """The layers of one file, weakest first (a YAML that names a JSON gives two)."""
     kind = _kind_of(document)
     if kind == "deepspeed":
-        return [read_deepspeed(document)]
-    if kind == "accelerate":
-        return read_accelerate(document)
-    return _with_json(_flat_layer(document), document)
+        layers = [read_deepspeed(document)]
+    elif kind == "accelerate":
+        layers = read_accelerate(document)
+    else:
+        layers = _with_json(_flat_layer(document), document)
+    layers[0].notes += document.notes
+    return layers
 
 
 def _kind_of(document: Document) -> str:
@@ -135,10 +138,10 @@ def _kind_of(document: Document) -> str:
 def read_deepspeed(document: Document) -> Layer:
     """A DeepSpeed JSON. A missing stage is DeepSpeed's default, 0."""
     layer = Layer()
+    document = document.without_comments()
     own = document.data.get("hf_zero")
     content = {key: value for key, value in document.data.items() if key != "hf_zero"}
-    plain = Document(data=content, label=document.label, file=document.file, lines=document.lines)
-    read_keys(plain, DEEPSPEED_KEYS, layer)
+    read_keys(dataclasses.replace(document, data=content), DEEPSPEED_KEYS, layer)
     if isinstance(own, Mapping):
         read_keys(document.part("hf_zero"), OWN_KEYS, layer, section="hf_zero.")
     elif own is not None:
@@ -181,7 +184,7 @@ def read_accelerate(document: Document) -> list[Layer]:
     layer = Layer()
     data = document.data
     top = {key: value for key, value in data.items() if key not in SECTIONS}
-    read_keys(Document(data=top, label=document.label, file=document.file, lines=document.lines), TOP_KEYS, layer)
+    read_keys(dataclasses.replace(document, data=top), TOP_KEYS, layer)
     layer.notes = [note for note in layer.notes if not note.endswith("used by the launcher")]
     if "mixed_precision" in layer.settings:
         layer.take(FP16_ENABLED)  # Accelerate looks at the old switch only where the new key is missing

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_zero.config import values
 from hf_zero.config.checks import WHOLE_NUMBERS, field_problems
-from hf_zero.config.origin import Origin
+from hf_zero.config.origin import ARGUMENTS, Origin
 from hf_zero.errors import ZeroConfigError
 
 
@@ -115,7 +115,7 @@ class ZeroConfig:
         if "zero_stage" in changes and "zero3_init_flag" not in self.chosen():
             changes.setdefault("zero3_init_flag", None)
         origins = dict(self.origins)
-        origins.update({name: origin or Origin(label="argument") for name in changes if changes[name] is not None})
+        origins.update({name: origin or Origin(label=ARGUMENTS) for name in changes if changes[name] is not None})
         return dataclasses.replace(self, **changes, origins=origins)
 
     def with_notes(self, notes: Iterable[str]) -> "ZeroConfig":
@@ -137,7 +137,7 @@ class ZeroConfig:
         return self.zero_stage == 3 if name == "zero3_init_flag" else self.default(name)
 
     def where(self, name: str) -> str:
-        """The place a value came from, for messages: "zero3.yaml:7", "argument" or "default"."""
+        """The place a value came from, for messages: "zero3.yaml:7", "the keyword arguments" or "default"."""
         return self.origins[name].where if name in self.origins else "default"
 
     def elements(self, name: str, itemsize: int) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_zero.command_line import CommandParser
 from hf_zero.errors import ZeroCheckpointError, ZeroError
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(list(argv))
+    options = _parser().parse_args(argv)
     try:
         for line in _run(options.source, options.target, options.config):
             print(line)
@@ -68,8 +68,8 @@ def _unknown(folder: Path) -> str:
     return f"{folder} is no training checkpoint of DeepSpeed, FSDP (sharded) or hf_zero"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="hf-zero convert",
         description="Import: turn a training checkpoint of DeepSpeed (ZeRO-1, 2, 3) or FSDP (sharded) into one that "
         "hf_zero resumes from, at any stage and number of ranks. Export: turn a checkpoint of hf_zero into one that "

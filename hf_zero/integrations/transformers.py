@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_zero.config.arguments import ZERO_ARGUMENTS
 from hf_zero.config.builders import build_optimizer, build_scheduler
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
@@ -78,13 +79,8 @@ class ZeroArgumentsMixin:
         self._settle(plugin)
 
     def _make_plugin(self) -> ZeroPlugin:
-        fields = {
-            "zero_stage": "zero_stage",
-            "zero_param_access": "param_access",
-            "zero_no_sync": "no_sync",
-            "zero_async_save": "async_save",
-        }
-        given = {theirs: getattr(self, ours) for ours, theirs in fields.items() if getattr(self, ours) is not None}
+        found = {field: getattr(self, name) for name, field in ZERO_ARGUMENTS.items()}
+        given = {field: value for field, value in found.items() if value is not None}
         return ZeroPlugin(self.zero_config, **given)
 
     def _settle(self, plugin: ZeroPlugin) -> None:

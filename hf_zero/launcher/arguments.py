@@ -29,10 +29,12 @@ _CONFIG_OPTIONS = (
 
 
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of ``accelerate launch`` with Accelerate's own parser."""
+    """Parse the arguments of ``accelerate launch`` with Accelerate's own parser, under our command's name."""
     from accelerate.commands.launch import launch_command_parser  # imports torch: not at module level
 
-    return launch_command_parser().parse_args(list(argv))
+    parser = launch_command_parser()
+    parser.prog = "hf-zero launch"
+    return parser.parse_args(list(argv))
 
 
 def config_file_of(args: argparse.Namespace) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.command_line import CommandParser
 from hf_zero.config import ZeroConfig, values
 from hf_zero.config.documents import load_document
 from hf_zero.errors import ZeroError
@@ -22,7 +23,7 @@ _OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "lion", "rmsprop", "adagrad", 
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(list(argv))
+    options = _parser().parse_args(argv)
     try:
         return _run(options)
     except ZeroError as error:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
+    _check_path(options.model)
     config, ranks = _configuration(options)
     memory = _bytes("--gpu-memory", options.gpu_memory)
     host_memory, nvme = (
@@ -84,6 +86,16 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_path(name: str) -> None:
+    """Raise ZeroError for a path that leads nowhere; a name on the hub is left to be looked up."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ZeroError(f"folder '{name}' holds no config.json")
+    is_path = name.count("/") > 1 or name.endswith(".json") or name.startswith((".", "~", "/"))
+    if is_path and not path.exists():
+        raise ZeroError(f"'{name}' does not exist")
+
+
 def _build(request: Request, lora):
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
@@ -125,9 +137,10 @@ def _positive(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="hf-zero plan",
+        rest="--measure",
         description="Predict memory and communication of every ZeRO stage for a model, and recommend one. Nothing is "
         "downloaded but the model's configuration.",
     )
