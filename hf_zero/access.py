@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.errors import ZeroAccessError
+
 
 class Owner(Protocol):
     """What the guard needs from the unit that owns a parameter."""
@@ -149,6 +151,15 @@ class GuardedParameter(ReadyParameter):
             if isinstance(leaf, GuardedParameter):
                 owner_of(leaf).on_access(leaf, getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
+
+
+def raise_if_released(error: BaseException) -> None:
+    """Raises ZeroAccessError where `error` is what torch says of a released weight that autograd has saved."""
+    if isinstance(error, RuntimeError) and "setStorage" in str(error) and "storage of size 0" in str(error):
+        raise ZeroAccessError(
+            "backward needs weights that are released: a gradient has entered a module by a tensor that its forward "
+            "did not return (kept in an attribute or a list, say). Return every tensor that the loss depends on"
+        ) from error
 
 
 def raw_grad(param: nn.Parameter) -> Tensor | None:

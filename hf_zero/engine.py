@@ -225,8 +225,9 @@ class ZeroEngine:
         """`loss.backward()` on the scaled loss, leaving the engine ready for the next pass also when it fails."""
         try:
             (loss if self.scaler is None else loss * self.scaler.scale).backward(**kwargs)
-        except BaseException:
+        except BaseException as error:
             self.schedule.abort()
+            access.raise_if_released(error)
             raise
 
     @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_zero.unit import Unit
 
@@ -16,6 +17,12 @@ class HookPoint:
     units: list[Unit]
     reads_weights_in_backward: bool
     is_root: bool
+    received: dict[int, int] = field(default_factory=dict)  # of the call under way: id and version of each input
+
+    @functools.cached_property
+    def announces_backward(self) -> bool:
+        """Whether the gradients of its outputs are hooked: its weights are released by then, or backward begins."""
+        return self.is_root or (self.reads_weights_in_backward and any(unit.sharded for unit in self.units))
 
 
 class ForwardOrder:

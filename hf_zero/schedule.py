@@ -25,8 +25,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hf_zero import access
+from hf_zero.errors import ZeroRuntimeError
 from hf_zero.gradients import GradientBuffer
 from hf_zero.order import ForwardOrder, HookPoint
+from hf_zero.outputs import find_tensors
 from hf_zero.unit import Unit, UnitState
 
 
@@ -105,8 +107,8 @@ class Schedule:
         for module, point in points:
             pre = Hook(self._pre_forward_hook, point)
             post = Hook(self._post_forward_hook, point)
-            handles.append(module.register_forward_pre_hook(pre, prepend=True))
-            handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(post, always_call=True))
         return handles
 
     def watch(self, unit: Unit) -> list:
@@ -124,13 +126,16 @@ class Schedule:
         self._order.forget()
         self._live.clear()
 
-    def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple) -> None:
+    def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        point.received.clear()
+        if point.announces_backward and torch.is_grad_enabled():
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    point.received[id(leaf)] = leaf._version
         self.pre_forward(point)
 
-    def _post_forward_hook(
-        self, point: HookPoint, module: nn.Module, args: tuple, kwargs: dict, output: object
-    ) -> None:
-        self.post_forward(point, (args, kwargs), output)
+    def _post_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
+        self.post_forward(point, output)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -155,8 +160,8 @@ class Schedule:
         if not torch.is_grad_enabled():
             self.reshard_all()  # nothing that was read or kept for a backward pass is needed by an evaluation
 
-    def post_forward(self, point: HookPoint, inputs: object, output: object) -> None:
-        will_differentiate = self._hook_outputs(point, inputs, output)
+    def post_forward(self, point: HookPoint, output: object) -> None:
+        will_differentiate = self._hook_outputs(point, output)
         if in_backward():
             return
         if not point.is_root:
@@ -202,20 +207,34 @@ class Schedule:
     def _live_numel(self) -> int:
         return sum(unit.numel for unit in self.units if unit.sharded and unit.state is not UnitState.RESTING)
 
-    def _hook_outputs(self, point: HookPoint, inputs: object, output: object) -> bool:
+    def _hook_outputs(self, point: HookPoint, output: object) -> bool:
         """Have `pre_backward` called before a gradient enters this call; whether there is such a gradient."""
         if not torch.is_grad_enabled():
             return False
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensors, objects = find_tensors(output)
         self._calls += 1
-        if point.is_root or (point.reads_weights_in_backward and any(unit.sharded for unit in point.units)):
-            hook = functools.partial(self._output_hook, point, self._calls)
-            # An input that is handed on belongs to the call that made it.
-            handed_on = {id(leaf) for leaf in tree_leaves(inputs)}
-            for tensor in tensors:
-                if id(tensor) not in handed_on:
+        if objects and not tensors:
+            self._check_is_not_trained(point, objects)
+        hook = functools.partial(self._output_hook, point, self._calls)
+        differentiable = False
+        for tensor in tensors:
+            if tensor.requires_grad:
+                differentiable = True
+                # An input that is handed on, unchanged, belongs to the call that made it.
+                if point.announces_backward and point.received.get(id(tensor)) != tensor._version:
                     tensor.register_hook(hook)
-        return bool(tensors)
+        return differentiable
+
+    def _check_is_not_trained(self, point: HookPoint, objects: list[object]) -> None:
+        """Raises ZeroRuntimeError where backward would find the weights released: nothing announces it."""
+        if self._any_sharded and any(unit.gradients for unit in (self.units if point.is_root else point.units)):
+            module = f"module '{point.name}'" if point.name else "the model"
+            kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in objects))
+            raise ZeroRuntimeError(
+                f"{module} returned {kinds}, in which hf_zero finds no tensor: backward would not gather its weights "
+                "again. Return tensors, or a container or dataclass of them; where nothing is trained, call it under "
+                "torch.no_grad()"
+            )
 
     def _output_hook(self, point: HookPoint, call: int, grad: Tensor) -> None:
         self.pre_backward(point, call)
@@ -228,6 +247,11 @@ class Schedule:
         Variable._execution_engine.queue_callback(self.finish_backward)
 
     def pre_backward(self, point: HookPoint, call: int) -> None:
+        if self._any_sharded and torch.is_grad_enabled():
+            raise ZeroRuntimeError(
+                "gradients of gradients (create_graph=True) are not supported at stage 3, where weights are released "
+                "after each pass: use stage 2"
+            )
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
         task = torch._C._current_graph_task_id()

@@ -17,6 +17,7 @@ FLOORS = {
     "config": 0,
     "placement": 0,
     "layout": 0,
+    "outputs": 0,
     "hang": 0,
     "pending": 0,
     "peer_transport": 0,

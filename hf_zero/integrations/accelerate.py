@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
-from hf_zero import grad_norm, saving
+from hf_zero import access, grad_norm, saving
 from hf_zero.background import BackgroundSaves
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
@@ -230,9 +230,10 @@ class ZeroAccelerator(Accelerator):
         try:
             scale = 1.0 if self._scaler is None else self._scaler.scale
             (loss * scale / self.gradient_accumulation_steps).backward(**kwargs)
-        except BaseException:
+        except BaseException as error:
             for engine in self._engines():
                 engine.schedule.abort()
+            access.raise_if_released(error)
             raise
 
     @contextlib.contextmanager
