@@ -28,4 +28,5 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'hf_zero' has no attribute '{name}'")
+    importlib.import_module("hf_zero.failures").install()
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,10 +1,10 @@
-"""Lets the literal ``accelerate launch`` start a ZeRO YAML where DeepSpeed is not installed.
+"""Lets the literal ``accelerate launch`` start a ZeRO YAML where DeepSpeed is not installed, and watches the ranks.
 
-torch calls ``install`` (entry point group ``torch.backends``) at the end of ``import torch``, in every process.
-Everywhere but inside ``accelerate launch`` it looks at the command's name and returns. There it waits for the module
-``accelerate.commands.launch`` and replaces the one function that would only have raised ImportError. It never raises
-(torch would turn that into a failed import), prints one line when it takes over, stays out where DeepSpeed is
-installed, and is switched off by HF_ZERO_LAUNCH_HOOK=0.
+torch calls ``install`` (entry point group ``torch.backends``) at the end of ``import torch``, in every process. It
+acts in two kinds of them. Inside ``accelerate launch`` it replaces the one function that would only have raised
+ImportError; hf_zero's launcher then prints one line. In ranks that hf_zero's launcher has started it has stock classes
+refused that would train without ZeRO, and errors that are for people printed once. It never raises (torch would turn
+that into a failed import), stays out where DeepSpeed is installed, and is switched off by HF_ZERO_LAUNCH_HOOK=0.
 """
 
 import importlib.abc
@@ -14,19 +14,23 @@ import os
 import sys
 
 
-_TARGET = "accelerate.commands.launch"
+_LAUNCH = "accelerate.commands.launch"
 
 
 def install() -> None:
     try:
-        if _wanted():
-            sys.meta_path.insert(0, _LaunchFinder())
+        if os.environ.get("HF_ZERO_LAUNCH_HOOK") == "0":
+            return
+        if _is_accelerate_launch():
+            when_loaded(_LAUNCH, "deepspeed_launcher", _take_over)
+        elif os.environ.get("HF_ZERO_CONFIG") and "LOCAL_RANK" in os.environ:
+            _watch_rank()
     except Exception:  # a broken hook must not break `import torch`
         return
 
 
-def _wanted() -> bool:
-    if os.environ.get("HF_ZERO_LAUNCH_HOOK") == "0" or _TARGET in sys.modules or not sys.argv:
+def _is_accelerate_launch() -> bool:
+    if _LAUNCH in sys.modules or not sys.argv:
         return False
     name = os.path.basename(sys.argv[0]).removesuffix(".exe")
     is_launch = name == "accelerate-launch" or (name == "accelerate" and sys.argv[1:2] == ["launch"])
@@ -42,24 +46,60 @@ def _deepspeed_is_installed() -> bool:
     return True
 
 
-class _LaunchFinder(importlib.abc.MetaPathFinder):
-    """Finds the launch module once, through the ordinary finders, and lets ``_LaunchLoader`` load it."""
+def _take_over(module):
+    module.deepspeed_launcher = _deepspeed_launcher
+
+
+def _deepspeed_launcher(args):
+    from hf_zero.launcher.start import launch_from_accelerate
+
+    launch_from_accelerate(args)
+
+
+def _watch_rank():
+    from hf_zero import failures
+    from hf_zero.launcher import stock
+
+    failures.install()
+    when_loaded("transformers.trainer", "Trainer", stock.refuse_trainers)
+    when_loaded("accelerate.accelerator", "Accelerator", stock.refuse_accelerators)
+
+
+# -- acting on a module as soon as it is there ------------------------------------------------------------------------
+
+
+def when_loaded(name, attribute, act):
+    """Call ``act(module)`` when the module called ``name`` has ``attribute``, before anyone gets that from it."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Finder(name, act))
+    elif attribute in vars(module):
+        act(module)
+    else:
+        _at_first_use(module, attribute, act)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module once, through the ordinary finders, and lets ``_Loader`` load it."""
+
+    def __init__(self, name, act):
+        self._name, self._act = name, act
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != _TARGET:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LaunchLoader(spec.loader)
+            spec.loader = _Loader(spec.loader, self._act)
         return spec
 
 
-class _LaunchLoader(importlib.abc.Loader):
-    """Loads the module as its own loader does, then replaces the DeepSpeed launcher."""
+class _Loader(importlib.abc.Loader):
+    """Loads a module as its own loader does, then acts on it."""
 
-    def __init__(self, loader):
-        self._loader = loader
+    def __init__(self, loader, act):
+        self._loader, self._act = loader, act
 
     def create_module(self, spec):
         return self._loader.create_module(spec)
@@ -67,11 +107,20 @@ class _LaunchLoader(importlib.abc.Loader):
     def exec_module(self, module):
         self._loader.exec_module(module)
         module.__loader__ = module.__spec__.loader = self._loader
-        if hasattr(module, "deepspeed_launcher"):
-            module.deepspeed_launcher = _deepspeed_launcher
+        self._act(module)
 
 
-def _deepspeed_launcher(args):
-    from hf_zero.launcher.start import launch_from_accelerate
+def _at_first_use(module, attribute, act):
+    """For a module that is half loaded, because it is the one that imports torch: no finder will be asked for it."""
+    kind = type(module)
 
-    launch_from_accelerate(args)
+    class Watched(kind):
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if name != attribute:
+                return value
+            self.__class__ = kind
+            act(self)
+            return getattr(self, name)
+
+    module.__class__ = Watched

@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-zero: unknown command {words[0]!r}\n{_usage()}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[words[0]]
-    return importlib.import_module(module).main(words[1:])
+    try:
+        return importlib.import_module(module).main(words[1:])
+    except KeyboardInterrupt:
+        print(f"hf-zero {words[0]}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -277,3 +278,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:
     """Make this process a rank of a new default group, whose ranks meet in a file."""
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def store_of_ranks(timeout: timedelta) -> dist.Store:
+    """A key-value store that all ranks reach: torchrun's own, which outlives ranks, else the process group's.
+
+    Raises ValueError where there is neither, and RuntimeError where it cannot be reached within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return dist.distributed_c10d._get_default_store()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)

@@ -32,6 +32,7 @@ FLOORS = {
     "recipe": 1,
     "deferred": 1,
     "background": 2,
+    "failures": 2,
     "flat_buffer": 2,
     "sliced_file": 2,
     "recorder": 2,
@@ -100,6 +101,7 @@ HARMLESS = {
     "ProcessGroup",
     "ReduceOp",
     "Work",
+    "elastic",  # torchrun: how ranks have ended
     "get_backend",
     "get_rank",
     "get_world_size",

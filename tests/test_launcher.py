@@ -137,6 +137,14 @@ def test_without_a_file_options_decide(launched):
     assert _config(environ).stage3_max_live_parameters == 10**9
 
 
+def test_accelerate_has_nothing_to_warn_of(launched, caplog):
+    for words in (["--num_processes", 2], ["--config_file", RECIPES / "zero2.yaml"], ["--cpu"], []):
+        status, args, _ = launched(*words, "x.py")
+        assert status == 0
+        assert (args.num_machines, args.dynamo_backend) == (1, "no")
+    assert "were not passed" not in caplog.text, caplog.text
+
+
 def test_the_default_file_is_used_without_config_file(launched, tmp_path):
     (tmp_path / "default_config.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
@@ -380,7 +388,7 @@ def test_the_hook_never_raises(monkeypatch):
     def broken():
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(_launch_hook, "_wanted", broken)
+    monkeypatch.setattr(_launch_hook, "_is_accelerate_launch", broken)
     _launch_hook.install()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero import failures
 from hf_zero.config import values
 from hf_zero.config.documents import load_document
 from hf_zero.config.reader import build, read_source
@@ -86,6 +87,7 @@ def prepare_rank_environment(environ: MutableMapping[str, str] | None = None) ->
     Accelerate must not start DeepSpeed or FSDP for a script that uses hf_zero's classes, and ranks on a machine
     without an accelerator must not train alone: without ``ACCELERATE_USE_CPU`` Accelerate gives each a group of one.
     """
+    failures.install()
     environ = os.environ if environ is None else environ
     said = []
     for name, what in ((USE_DEEPSPEED, "DeepSpeed"), (_USE_FSDP, "FSDP")):

@@ -6,6 +6,7 @@ torchrun launcher. DeepSpeed is never imported and its variables never reach the
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,12 +24,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = config_of_command(args)  # before Accelerate reads the file: our messages name lines
         _settle_processes(args)
+        _fill_in(args)
         args, _, _ = _validate_launch_command(args)
-        launch_ranks(args, config)
+        return launch_ranks(args, config)
     except (ZeroError, ValueError, FileNotFoundError, ConnectionError) as error:
         print(f"hf-zero launch: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def launch_from_accelerate(args: argparse.Namespace) -> None:
@@ -43,13 +44,20 @@ def launch_from_accelerate(args: argparse.Namespace) -> None:
         "(HF_ZERO_LAUNCH_HOOK=0 switches this off)",
         flush=True,
     )
-    launch_ranks(args, config)
+    status = launch_ranks(args, config)
+    if status:
+        raise SystemExit(status)
 
 
-def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> None:
-    """Start the ranks that validated ``args`` ask for, with ``config`` in their environment; waits for their end."""
+def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> int:
+    """Start the ranks that validated ``args`` ask for, with ``config`` in their environment.
+
+    Waits for their end, says in a line why they ended if they failed, and returns the exit status.
+    """
     from accelerate.commands.launch import multi_gpu_launcher
     from accelerate.utils import patch_environment
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _check_foreign(args)
     _check_machines(args)
@@ -61,16 +69,52 @@ def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> None:
     # Accelerate's launcher picks its path from these; the ranks are plain torchrun ranks.
     args.multi_gpu, args.use_deepspeed, args.use_fsdp = True, False, False
     os.environ.pop(USE_DEEPSPEED, None)
-    with patch_environment(**exported(config, use_cpu=use_cpu)):
-        multi_gpu_launcher(args)
+    try:
+        with patch_environment(**exported(config, use_cpu=use_cpu)):
+            multi_gpu_launcher(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"hf_zero: rank {rank} {_how_it_ended(failure.exitcode)}", file=sys.stderr)
+        return 2 if failure.exitcode == 2 else 1  # 2 is a usage error, here and in the ranks
+    except (SignalException, KeyboardInterrupt) as error:
+        number = getattr(error, "sigval", signal.SIGINT)
+        print(f"hf_zero: ended by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+    return 0
+
+
+def _how_it_ended(status: int) -> str:
+    """The exit status of a process in words, as `subprocess` gives it: negative for a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}, and the others were stopped: look above for its message"
+    name = signal.Signals(-status).name
+    reason = "; the system kills processes when memory runs out" if name == "SIGKILL" else ""
+    return f"was killed by {name}, and the others were stopped{reason}"
 
 
 def _settle_processes(args: argparse.Namespace) -> None:
-    """Without a file and without --num_processes Accelerate counts GPUs: on a machine with none that is zero."""
-    if args.num_processes is None and config_file_of(args) is None and (args.cpu or not has_accelerator()):
-        args.num_processes = 1
+    """Without a file and without --num_processes: one rank per accelerator of this machine, or one on the CPU."""
+    import torch
+
+    if config_file_of(args) is None:
+        if args.num_processes is None:
+            on_cpu = args.cpu or not has_accelerator()
+            args.num_processes = 1 if on_cpu else torch.accelerator.device_count()
+        if not (args.cpu or args.tpu or args.use_deepspeed or args.use_fsdp):
+            args.multi_gpu = args.num_processes > 1
     if args.multi_gpu and args.num_processes == 1:
         args.multi_gpu = False  # Accelerate refuses the pair; one rank needs no flag
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Say what Accelerate would otherwise take as a default, with a warning of several lines for every run."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    defaults = {"num_cpu_threads_per_process": threads}
+    if config_file_of(args) is None:
+        defaults |= {"num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def _check_foreign(args: argparse.Namespace) -> None:
