@@ -29,11 +29,13 @@ class Communicator:
     uses its own collectives.
 
     Gathers and reductions have separate process groups: a rank on which some parameter got no gradient starts its
-    reduction later than the others, and must not meet their gathers on the same channel.
+    reduction later than the others, and must not meet their gathers on the same channel. The second group is made
+    when it is needed, and communicators of one group share it: with NCCL each costs device memory.
     """
 
-    _meetings: Counter[str] = Counter()  # by group: communicators of the same ranks share the count
-    _made = 0  # communicators that this process has made; all ranks make the same ones in the same order
+    _meetings: Counter[str] = Counter()  # by ranks: communicators of the same ranks share the count
+    _made: Counter[str] = Counter()  # by ranks: the monitored communicators; all of them make the same ones
+    _reduce_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -57,9 +59,7 @@ class Communicator:
         self.world_size = dist.get_world_size(self._group)
         self.backend = dist.get_backend(self._group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._reduce_group = self._group
         if self.world_size > 1:
-            self._reduce_group = dist.new_group(self._ranks)
             self.monitor = self._make_monitor(hang_timeout_s)
             self._peers = self._connect() if peer_memory and self._point_to_point else None
 
@@ -74,10 +74,11 @@ class Communicator:
         """None where waiting does not block this process (NCCL waits on the device and has its own watchdog)."""
         if not self._point_to_point or not timeout_s:
             return None
-        Communicator._made += 1
+        ranks = str(self._ranks)
+        self._made[ranks] += 1
         return HangMonitor(
             dist.distributed_c10d._get_default_store(),
-            name=f"{self._ranks}/{Communicator._made}",
+            name=f"{ranks}/{self._made[ranks]}",
             rank=self.rank,
             world_size=self.world_size,
             timeout_s=timeout_s,
@@ -87,7 +88,33 @@ class Communicator:
         """The same ranks on gloo groups of their own, whose collectives may fall between any others; a collective."""
         if self.world_size == 1:
             return self
-        return Communicator(dist.new_group(self._ranks, backend="gloo"), peer_memory=False)
+        return Communicator(self._new_group(backend="gloo"), peer_memory=False)
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """Another group of the same ranks; a collective. Raises ZeroRuntimeError where they cannot make one.
+
+        Ranks outside do not take part. Then torch names the group by how many groups a process is in, and ranks that
+        disagree about the name would wait for each other.
+        """
+        of_all = self.world_size == dist.get_world_size()
+        if not of_all:
+            joined = self.all_gather_object(len(dist.distributed_c10d._world.pg_names))
+            if len(set(joined)) > 1:
+                raise ZeroRuntimeError(
+                    f"ranks {self._ranks} are in {joined} process groups, and torch can make another group of some "
+                    "ranks only where these numbers are equal. Have each of them join equally many before hf_zero"
+                )
+        return dist.new_group(self._ranks, backend=backend, use_local_synchronization=not of_all)
+
+    def prepare_reductions(self) -> None:
+        """Make the process group of reductions, while all ranks are at the same point; a collective the first time."""
+        if self.world_size > 1 and self._group not in self._reduce_groups:
+            self._reduce_groups[self._group] = self._new_group(self.backend)
+
+    @property
+    def _reduce_group(self) -> dist.ProcessGroup:
+        self.prepare_reductions()
+        return self._reduce_groups[self._group]
 
     @property
     def _point_to_point(self) -> bool:

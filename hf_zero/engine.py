@@ -105,6 +105,7 @@ class ZeroEngine:
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self.refresh_structure
+        self.schedule.before_backward = self.comm.prepare_reductions
         self._points = []
         for hook in hooks:
             units = [made[plan] for plan in hook.units]

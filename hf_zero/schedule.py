@@ -88,6 +88,7 @@ class Schedule:
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
         self.before_forward: Callable[[], None] = _no_hook
+        self.before_backward: Callable[[], None] = _no_hook
         self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
         self._reducing: deque[GradientBuffer] = deque()
         self._order = ForwardOrder()
@@ -242,6 +243,7 @@ class Schedule:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        self.before_backward()
         self._enter(Phase.BACKWARD)
         self._cursor = 0
         Variable._execution_engine.queue_callback(self.finish_backward)

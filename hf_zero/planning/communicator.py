@@ -42,6 +42,9 @@ class PlannedCommunicator(Communicator):
         self._on_buffer = on_buffer
         self._lent: Sequence[Tensor] = ()
 
+    def prepare_reductions(self) -> None:
+        """Nothing to prepare."""
+
     def reads_peers(self, device: torch.device) -> bool:
         return self._reads_peers
 
