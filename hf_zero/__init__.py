@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine",
-    "shard": "hf_zero.engine",
+    "shard": "hf_zero.plain_loop",
     "gathered_parameters": "hf_zero.unit",
     "memory_report": "hf_zero.memory",
     "profiling": "hf_zero.profiling",

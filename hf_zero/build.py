@@ -29,6 +29,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS_PER_UNIT = 64
 
 
+def check_model(model: nn.Module, device: torch.device | None) -> None:
+    """Raise ValueError for a model that is wrapped for data parallelism, or has no values (but for the meta device)."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, and hf_zero takes its place: pass the model inside "
+            "(`model.module`)"
+        )
+    empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if empty is not None and (device is None or device.type != "meta"):
+        raise ValueError(
+            f"parameter '{empty}' is on the meta device and has no values: make the model under "
+            "`with hf_zero.zero_init():`, which needs no memory for it either, or load its weights first"
+        )
+
+
+def default_device(model: nn.Module, backend: str) -> torch.device:
+    """Where a model is trained that nothing else is said of: where it is, but NCCL moves nothing of the host's."""
+    own = next(model.parameters()).device
+    return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and "nccl" in backend else own
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitBuilder:
     """Makes units from plans, all with the same placements, precision and limits."""

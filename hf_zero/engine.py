@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_zero import access, grad_norm
-from hf_zero.build import DTYPES, UnitBuilder, broadcast_buffers, make_limits, make_scaler
+from hf_zero.build import (
+    DTYPES,
+    UnitBuilder,
+    broadcast_buffers,
+    check_model,
+    default_device,
+    make_limits,
+    make_scaler,
+)
 from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
@@ -47,7 +55,8 @@ class ZeroEngine:
         config: stage, precision and limits.
         group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded), or a
             communicator made for it.
-        device: where flat buffers live (default: where the first parameter is).
+        device: where flat buffers live (default: where the first parameter is; with NCCL, the current CUDA device
+            for a model on the CPU).
         trainable: False for a model that is only evaluated: no gradients, no masters.
         scaler: the loss scale, where several engines share one.
     """
@@ -62,6 +71,7 @@ class ZeroEngine:
         trainable: bool = True,
         scaler: LossScaler | None = None,
     ) -> None:
+        check_model(model, device)
         self.config = config
         self.trainable = trainable
         if not isinstance(group, Communicator):
@@ -73,12 +83,13 @@ class ZeroEngine:
             )
         self.comm = group
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
-        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        self.device = torch.device(device) if device is not None else default_device(model, self.comm.backend)
         self.param_dtype = DTYPES.get(config.mixed_precision)
         self.bindings: list[Binding] = []
         self.scaler = scaler or (make_scaler(config) if trainable else None)
         self.control = StepControl(
             self.comm,
+            device=self.device,
             sharded=self.placements.optimizer is Placement.SHARDED,
             scaler=self.scaler,
             checks=config.mixed_precision != "no" and (config.check_grad_overflow or self.scaler is not None),
@@ -336,25 +347,3 @@ def _attach(model: nn.Module, engine: ZeroEngine) -> None:
 def engine_of(model: nn.Module) -> ZeroEngine | None:
     """The engine of a prepared model, None for any other module."""
     return model.__dict__.get("_zero_engine")
-
-
-def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    config: ZeroConfig | dict | str | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | None = None,
-) -> ZeroEngine:
-    """Shard `model` in place, and the state of `optimizer`, for a plain torch loop.
-
-    The loop stays as it is but for `engine.backward(loss)` and `engine.clip_grad_norm_(max_norm)`; `optimizer.step()`
-    and `optimizer.zero_grad()` are called on the user's own optimizer. Call it on every rank, after
-    `torch.distributed.init_process_group`. Raises ValueError for an optimizer that holds other parameters than the
-    model's or is not elementwise.
-    """
-    resolved = config if isinstance(config, ZeroConfig) else ZeroConfig.from_any(config or {})
-    engine = ZeroEngine(model, resolved, group=group, device=device)
-    if optimizer is not None:
-        engine.attach_optimizer(optimizer)
-    return engine

@@ -23,13 +23,14 @@ def _sum_of_squares(flat: Tensor) -> Tensor:
     return total + rest.double().square().sum()
 
 
-def global_norm(masters: Iterable[Tensor], comm: Communicator, sharded: bool, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients (fp32 scalar): one pass over this rank's part and one scalar all-reduce.
+def global_norm(
+    masters: Iterable[Tensor], comm: Communicator, sharded: bool, norm_type: float = 2.0, *, device: torch.device
+) -> Tensor:
+    """The norm of all gradients (fp32 scalar on `device`): one pass over this rank's part, one scalar all-reduce.
 
-    Supports the 2-norm and the infinity norm. Raises ValueError for others.
+    Supports the 2-norm and the infinity norm; nan on any rank is nan on all. Raises ValueError for other norms.
     """
     grads = [master.grad for master in masters if master.grad is not None and master.numel()]
-    device = next((grad.device for grad in grads), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == math.inf:
         for grad in grads:
@@ -39,9 +40,17 @@ def global_norm(masters: Iterable[Tensor], comm: Communicator, sharded: bool, no
             total = total + _sum_of_squares(grad)
     else:
         raise ValueError(f"norm_type={norm_type} is not supported over shards: use 2.0 or inf")
-    if sharded:
-        comm.agree(total, largest=norm_type == math.inf)
-    return (total if norm_type == math.inf else total.sqrt()).float()
+    if norm_type == 2.0:
+        return (comm.agree(total) if sharded else total).sqrt().float()
+    return (_largest(total, comm) if sharded else total).float()
+
+
+def _largest(value: Tensor, comm: Communicator) -> Tensor:
+    """The largest over ranks, nan where one has nan: an all-reduce of the maximum keeps nan of some ranks only."""
+    largest, is_nan = comm.agree(
+        torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan()]), largest=True
+    )
+    return torch.where(is_nan > 0, math.nan, largest)
 
 
 def clip_(masters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -30,9 +30,16 @@ class StepControl:
     """
 
     def __init__(
-        self, comm: Communicator, *, sharded: bool, scaler: LossScaler | None, checks: bool, max_consecutive_skips: int
+        self,
+        comm: Communicator,
+        *,
+        device: torch.device,
+        sharded: bool,
+        scaler: LossScaler | None,
+        checks: bool,
+        max_consecutive_skips: int,
     ) -> None:
-        self.comm, self.sharded, self.scaler = comm, sharded, scaler
+        self.comm, self.device, self.sharded, self.scaler = comm, device, sharded, scaler
         self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
         self.skipped = False
         self.first_bad: str | None = None
@@ -42,7 +49,7 @@ class StepControl:
 
     def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks' gradients; a collective."""
-        norm = grad_norm.global_norm(masters, self.comm, self.sharded, norm_type)
+        norm = grad_norm.global_norm(masters, self.comm, self.sharded, norm_type, device=self.device)
         self.norm = norm
         return norm
 

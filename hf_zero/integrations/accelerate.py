@@ -33,6 +33,7 @@ from hf_zero.integrations import state
 from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
 from hf_zero.loss_scale import LossScaler
 from hf_zero.placement import STAGES, Placement
+from hf_zero.plain_loop import lone_process
 
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class ZeroAccelerator(Accelerator):
         self.saves = BackgroundSaves()
         self._scaler: LossScaler | None = None
         if self.num_processes == 1 and plugin.config.zero_stage > 0:
-            self.print(f"hf_zero: one process, so stage {plugin.config.zero_stage} shards nothing")
+            self.print(lone_process(plugin.config.zero_stage))
 
     # -- prepare --------------------------------------------------------------------------------------------------
 
