@@ -30,7 +30,7 @@ _TAGS_PER_UNIT = 64
 
 
 def check_model(model: nn.Module, device: torch.device | None) -> None:
-    """Raise ValueError for a model that is wrapped for data parallelism, or has no values (but for the meta device)."""
+    """Raise ValueError for a model that is wrapped for data parallelism, or has no values (unless on meta)."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}, and hf_zero takes its place: pass the model inside "
