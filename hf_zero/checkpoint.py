@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero import committed
 from hf_zero.background import Later, perform
 from hf_zero.comm import Communicator
-from hf_zero.committed import compare_sums
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.masters import Piece
 from hf_zero.optimizer import Binding
@@ -148,11 +148,13 @@ def load_state(
         sharded = [buffer for buffer in trained if buffer.owns_slice]
         counted = trained if comm.rank == 0 else sharded
         uncounted = [] if comm.rank == 0 else replicated
-        sums.update(file.read(path, _in_file(file, counted, optimizers)))
+        found = committed.checksums(Path(folder))
+        file.read(path, _in_file(file, counted, optimizers), found)
+        sums.update(found or {})
         file.read(path, _in_file(file, uncounted, optimizers))
 
     agree(comm, read)
-    compare_sums(Path(folder), name, add_up(comm, sums))
+    committed.compare_sums(Path(folder), name, add_up(comm, sums))
     return missing, extra
 
 

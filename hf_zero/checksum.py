@@ -1,40 +1,61 @@
-"""Checksums of tensors that several ranks compute together: the sum over any cut of a tensor is the same."""
+"""Checksums of tensors that several ranks compute together: the sum over any cut of a tensor is the same.
+
+The checksum is the sum of `word * weight(position)` over the words of a tensor, modulo 2**64. A word is an element, as
+an integer of its size; elements of 8 bytes are two words, as two changes in the highest bits of 64-bit words would
+cancel. Weights are odd, so that a change in one word can never go unnoticed.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-_BLOCK = 1 << 15  # elements whose weights are kept; small enough to stay in a core's cache
+_BLOCK = 1 << 15  # words whose weights are kept; small enough to stay in a core's cache
 _MASK = (1 << 64) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @functools.cache
-def _weights() -> Tensor:
-    """An odd number for every position in a block, so that no change of one element can go unnoticed."""
-    return (torch.arange(_BLOCK, dtype=torch.int64) * 0x1E3779B97F4A7C15) | 1
-
-
-def checksum(values: Tensor, start: int = 0) -> int:
-    """The sum of `bits(element) * weight(position)`, modulo 2**64, of elements `start` and following of a tensor.
-
-    Parts of a tensor add up (modulo 2**64) to the checksum of the whole. One wrong element always changes it.
-    """
-    words, weights, total = values.reshape(-1).view(_WORDS[values.itemsize]), _weights(), 0
-    at, end = 0, words.numel()
-    while at < end:
-        block, column = divmod(start + at, _BLOCK)
-        count = min(_BLOCK - column, end - at)
-        part = torch.dot(words[at : at + count].to(torch.int64), weights[column : column + count])
-        total += int(part) * (2 * block + 1)
-        at += count
-    return total & _MASK
+def _weights() -> np.ndarray:
+    """An odd number for every position in a block."""
+    return (np.arange(_BLOCK, dtype=np.int64) * 0x1E3779B97F4A7C15) | 1
 
 
 def combine(*parts: int) -> int:
     """The checksum of a tensor from those of its parts."""
     return sum(parts) & _MASK
+
+
+class Checksums(dict[str, int]):
+    """The checksums of tensors by name, added up from parts of them.
+
+    Args:
+        names: tensors that have a checksum even when no part of them comes (it is 0).
+        wide: elements of 8 bytes are one word, as they were at first.
+    """
+
+    def __init__(self, names: Iterable[str] = (), wide: bool = False) -> None:
+        super().__init__(dict.fromkeys(names, 0))
+        self._words = {**_WORDS, 8: torch.int64} if wide else _WORDS
+        self._integers = np.empty(_BLOCK, dtype=np.int64)  # kept: fresh memory costs more than the products
+
+    def add(self, name: str, start: int, values: Tensor) -> None:
+        """Add elements `start` and following of tensor `name`; `values` are contiguous, on the CPU."""
+        flat = values.detach().reshape(-1)
+        words = flat.view(self._words[flat.itemsize]).numpy()
+        first = start * (flat.itemsize // words.itemsize)
+        total, at = self.get(name, 0), 0
+        while at < len(words):
+            block, column = divmod(first + at, _BLOCK)
+            count = min(_BLOCK - column, len(words) - at)
+            integers = self._integers[:count]
+            integers[:] = words[at : at + count]
+            # The product of integers wraps, and that is meant.
+            total += int(np.dot(integers, _weights()[column : column + count])) * (2 * block + 1)
+            at += count
+        self[name] = total & _MASK

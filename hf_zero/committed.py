@@ -12,18 +12,20 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hf_zero.checksum import checksum, combine
+from hf_zero.checksum import Checksums
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.sliced_file import SlicedFile, read_parts
+from hf_zero.sliced_file import SlicedFile
 
 
 MARKER = "COMMIT"
 # Folders under construction stand in this folder, next to where they are going to be.
 UNCOMMITTED = "uncommitted"
 _STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
-_FORMAT = 1
+# In format 1 the checksums of elements of 8 bytes are of another kind.
+_FORMAT, _FORMATS = 2, (1, 2)
 # What resuming reads. Users may add files to a checkpoint, but none of these: a reader would take it for a part of it.
 _READ = re.compile(
     r"(model|adapter_model|zero_state)[\w-]*\.safetensors|model\.safetensors\.index\.json|trainer_state\.json|"
@@ -85,8 +87,16 @@ def is_committed(folder: Path) -> bool:
     return (folder / MARKER).is_file()
 
 
-def _read_marker(folder: Path) -> dict[str, dict]:
-    """What the marker says of every file, by its path in the folder.
+@dataclass(frozen=True)
+class _Marker:
+    """What a marker says: its format, and of every file, by its path in the folder, size and hashes."""
+
+    version: int
+    files: dict[str, dict]
+
+
+def _read_marker(folder: Path) -> _Marker:
+    """Read the marker of a folder.
 
     Raises ZeroCheckpointError where it is damaged, or of a format that this version does not know.
     """
@@ -95,19 +105,27 @@ def _read_marker(folder: Path) -> dict[str, dict]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version, files = content["format"], content["files"]
-        if version == _FORMAT:
+        if version in _FORMATS:
             wrong = next((name for name, described in files.items() if not _is_sound(name, described)), None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ZeroCheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if version != _FORMAT:
+    if version not in _FORMATS:
         raise ZeroCheckpointError(
-            f"{path} has format {version!r}, and this hf_zero reads format {_FORMAT}: update hf_zero"
+            f"{path} has format {version!r}, and this hf_zero reads formats up to {_FORMAT}: update hf_zero"
         )
     if wrong is not None:
         raise ZeroCheckpointError(f"{path} is damaged: '{wrong}' in it is no file of the folder, or has no size")
     if not files:
         raise ZeroCheckpointError(f"{path} is damaged: it lists no files")
-    return files
+    return _Marker(version, files)
+
+
+def checksums(folder: Path) -> Checksums | None:
+    """What adds up checksums as the marker of a folder has them; None where it has no marker to compare with.
+
+    Raises ZeroCheckpointError where the marker is damaged.
+    """
+    return Checksums(wide=_read_marker(folder).version == 1) if is_committed(folder) else None
 
 
 def _is_sound(name: str, described: dict) -> bool:
@@ -123,7 +141,7 @@ def _is_sound(name: str, described: dict) -> bool:
 
 def check_files(folder: Path) -> None:
     """Raise ZeroCheckpointError, naming the file, where something is missing or changed; tensors are not read."""
-    files = _read_marker(folder)
+    files = _read_marker(folder).files
     for path in folder.iterdir():
         if _READ.fullmatch(path.name) and path.name not in files:
             raise ZeroCheckpointError(f"{path} is no part of the checkpoint: {MARKER} does not list it")
@@ -143,15 +161,12 @@ def check_files(folder: Path) -> None:
 
 def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does."""
-    for name, described in sorted(_read_marker(folder).items()):
-        if "tensors" not in described:
-            continue
-        layout = SlicedFile.open(folder / name)
-        names = sorted(described["tensors"])[share::shares]
-        found = {}
-        for tensor, start, values in read_parts(layout, folder / name, names):
-            found[tensor] = combine(found.get(tensor, 0), checksum(values, start))
-        compare_sums(folder, name, found)
+    for name, described in sorted(_read_marker(folder).files.items()):
+        if "tensors" in described:
+            found = checksums(folder)
+            names = sorted(described["tensors"])[share::shares]
+            SlicedFile.open(folder / name).sum_up(folder / name, names, found)
+            compare_sums(folder, name, found)
 
 
 def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
@@ -161,7 +176,7 @@ def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
     """
     if not is_committed(folder):
         return
-    described = _read_marker(folder).get(file)
+    described = _read_marker(folder).files.get(file)
     if described is None:
         raise ZeroCheckpointError(f"{folder / file} is no part of the checkpoint: {MARKER} does not list it")
     wanted = described.get("tensors")

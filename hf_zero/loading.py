@@ -8,9 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hf_zero import access
+from hf_zero import access, committed
 from hf_zero.comm import Communicator
-from hf_zero.committed import compare_sums
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.saving_plan import (
@@ -79,25 +78,26 @@ def load_weights(
     folder, plan = Path(folder), plan or _plan(model)
     home = folder.parent if folder.is_file() else folder
     names = {name for name, first in plan.aliases.items() if wanted(first)}
-    sums: dict[str, dict[str, int]] = {}
+    files: dict[str, str] = {}
+    sums: dict[str, int] = {}
 
     def read() -> None:
-        files = weight_files(folder)
+        files.update(weight_files(folder))
         layouts = {file: SlicedFile.open(home / file) for file in sorted(set(files.values()))}
         _check(plan, names, files, layouts, folder)
         by_file: dict[str, list[_Part]] = {}
         for part in _parts(model, plan, names, comm):
             by_file.setdefault(files[part[0]], []).append(part)
+        found = committed.checksums(home)
         for file, parts in by_file.items():
-            counted = [part[:3] for part in parts if part[3]]
-            sums[file] = layouts[file].read(home / file, counted)
+            layouts[file].read(home / file, [part[:3] for part in parts if part[3]], found)
             layouts[file].read(home / file, [part[:3] for part in parts if not part[3]])
+        sums.update(found or {})
 
     agree(comm, read)
-    flat = {f"{file}\0{name}": value for file, found in sums.items() for name, value in found.items()}
-    for key, value in add_up(comm, flat).items():
-        file, name = key.split("\0")
-        compare_sums(home, file, {name: value})
+    whole = add_up(comm, sums)
+    for file in sorted(set(files.values())):
+        committed.compare_sums(home, file, {name: whole[name] for name in whole if files[name] == file})
 
 
 def _plan(model: nn.Module) -> SavePlan:

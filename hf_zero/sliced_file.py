@@ -7,7 +7,6 @@ import ctypes
 import errno
 import json
 import math
-import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_zero.checksum import checksum, combine
+from hf_zero.checksum import Checksums
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -44,9 +43,8 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _RANKING = {dtype: rank for rank, dtype in enumerate(_NAMES)}
-# Values are cast and copied to the host in buffers of this size: what writing and reading hold besides the tensors.
-BUFFER_BYTES = 16 * 2**20
-_PAGE = mmap.PAGESIZE
+# Values are written and read in pieces of this size, a few of which are what that holds besides the tensors.
+BUFFER_BYTES = 8 * 2**20
 # The library reads no longer header.
 _LONGEST_HEADER = 100_000_000
 
@@ -130,26 +128,57 @@ class SlicedFile:
             file.truncate(self.nbytes)
             _allocate(file.fileno(), self.nbytes)
 
-    def read(self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]]) -> dict[str, int]:
-        """Fill each part's tensor with the values of `name` from element `start` on (no collective).
+    def read(
+        self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]], sums: Checksums | None = None
+    ) -> None:
+        """Fill each part's contiguous tensor with the values of `name` from element `start` on (no collective).
 
-        Returns the checksums of what was read, added by name.
+        With `sums`, what is read is added to them. Raises ZeroCheckpointError where the file ends early.
         """
-        sums: dict[str, int] = {}
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        buffer = Buffer()
+        with _opened(path) as descriptor:
             for name, start, target in parts:
-                dtype = self.tensors[name][0]
-                flat = target.detach().view(-1)
-                step = max(1, BUFFER_BYTES // dtype.itemsize)
-                for at in range(0, flat.numel(), step):
-                    count = min(step, flat.numel() - at)
-                    values = _read_all(descriptor, dtype, count, self.position(name, start + at))
-                    sums[name] = combine(sums.get(name, 0), checksum(values, start + at))
-                    flat[at : at + count].copy_(values)
-        finally:
-            os.close(descriptor)
-        return sums
+                dtype, flat = self.tensors[name][0], target.detach().view(-1)
+                for at, piece in pieces(flat, dtype):
+                    as_stored = piece.dtype == dtype and piece.device.type == "cpu"
+                    values = piece if as_stored else buffer.room(dtype, piece.numel())
+                    _read_all(descriptor, values, self.position(name, start + at))
+                    if sums is not None:
+                        sums.add(name, start + at, values)
+                    if not as_stored:
+                        piece.copy_(values)
+
+    def sum_up(self, path: str | os.PathLike, names: Iterable[str], sums: Checksums) -> None:
+        """Add the whole tensors of these names to `sums`. Raises as `read` does."""
+        buffer = Buffer()
+        with _opened(path) as descriptor:
+            for name in names:
+                dtype, shape = self.tensors[name]
+                step = BUFFER_BYTES // dtype.itemsize
+                for at in range(0, math.prod(shape), step):
+                    values = buffer.room(dtype, min(step, math.prod(shape) - at))
+                    _read_all(descriptor, values, self.position(name, at))
+                    sums.add(name, at, values)
+
+
+class Buffer:
+    """Memory for one piece, used again for the next: fresh memory costs as much as what is done with it."""
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+
+    def room(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A tensor of at most `BUFFER_BYTES`, valid until the next call."""
+        if self._bytes is None:
+            self._bytes = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+        return self._bytes[: numel * dtype.itemsize].view(dtype)
+
+
+def pieces(flat: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """(first element, part) of a flat tensor whose values have `dtype` in a file: each fits the buffer."""
+    step = BUFFER_BYTES // dtype.itemsize
+    for at in range(0, flat.numel(), step):
+        yield at, flat[at : at + step]
 
 
 def _parse(header: str) -> tuple[Shapes, dict[str, str]]:
@@ -186,106 +215,6 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
-def read_parts(layout: SlicedFile, path: str | os.PathLike, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
-    """The values of the named tensors, as (name, first element, values), one buffer at a time."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        for name in names:
-            dtype, shape = layout.tensors[name]
-            numel, step = torch.Size(shape).numel(), BUFFER_BYTES // dtype.itemsize
-            for at in range(0, numel, step):
-                count = min(step, numel - at)
-                yield name, at, _read_all(descriptor, dtype, count, layout.position(name, at))
-    finally:
-        os.close(descriptor)
-
-
-class SliceWriter:
-    """Puts parts of tensors into created files, through one buffer, and adds up checksums.
-
-    An error does not surface before `close`, so that ranks which stream to each other stay in step.
-    """
-
-    def __init__(self, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
-        self.files, self.paths = files, paths
-        self.sums = {name: 0 for file in files.values() for name in file.tensors}
-        self.nbytes = 0
-        self._outputs: dict[str, _Output] = {}
-        self._pages = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins with a page, as direct writes need it
-        self._error: OSError | None = None
-
-    def put(self, file: str, name: str, start: int, values: Tensor) -> None:
-        """Write `values` as elements `start` and following of tensor `name`, cast to its dtype."""
-        if self._error is not None:
-            return
-        layout = self.files[file]
-        dtype = layout.tensors[name][0]
-        try:
-            if file not in self._outputs:
-                self._outputs[file] = _Output(self.paths[file], self._pages)
-            for at, piece in in_buffers(values, dtype):
-                self.sums[name] = combine(self.sums[name], checksum(piece, start + at))
-                self._outputs[file].write(piece, layout.position(name, start + at))
-                self.nbytes += piece.nbytes
-        except OSError as error:
-            self._fail(error, self.paths[file])
-
-    def _fail(self, error: OSError, path: Path) -> None:
-        """Keep the first error, with the name of the file, which calls on descriptors leave out."""
-        self._error = self._error or OSError(error.errno, error.strerror, str(path))
-
-    def close(self) -> None:
-        """Flush to the disk. Raises the first OSError since the beginning."""
-        for file, output in self._outputs.items():
-            try:
-                output.close(flush=self._error is None)
-            except OSError as error:
-                self._fail(error, self.paths[file])
-        self._outputs.clear()
-        if self._error is not None:
-            raise self._error
-
-
-class _Output:
-    """A file that many ranks write at any position, each its own bytes.
-
-    Whole pages go past the page cache where the file system allows it: writers of one file through the cache wait for
-    each other at its lock. The ends that fill no page go through the cache, and last, as they wait for all others.
-    """
-
-    def __init__(self, path: Path, pages: memoryview) -> None:
-        self._pages = pages
-        self._cached = os.open(path, os.O_WRONLY)
-        self._direct: int | None = None
-        self._ends: list[tuple[int, bytes]] = []
-        with contextlib.suppress(OSError, AttributeError):  # not every file system, not every system
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
-
-    def write(self, values: Tensor, position: int) -> None:
-        data = memoryview(values.view(torch.uint8).numpy())
-        low, high = -position % _PAGE, len(data) - (position + len(data)) % _PAGE
-        if self._direct is None:
-            _write_all(self._cached, data, position)
-        elif low >= high:
-            self._ends.append((position, bytes(data)))
-        else:
-            pages = self._pages[: high - low]
-            pages[:] = data[low:high]
-            _write_all(self._direct, pages, position + low)
-            self._ends += [(position, bytes(data[:low])), (position + high, bytes(data[high:]))]
-
-    def close(self, flush: bool) -> None:
-        try:
-            if flush:
-                for position, data in self._ends:
-                    _write_all(self._cached, memoryview(data), position)
-                os.fsync(self._cached)
-        finally:
-            os.close(self._cached)
-            if self._direct is not None:
-                os.close(self._direct)
-
-
 def _allocate(descriptor: int, nbytes: int) -> None:
     """Give a file its blocks, where the file system can do so at once: a full disk is noticed before the first tensor.
 
@@ -301,26 +230,19 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def in_buffers(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """(first element, part) of a tensor, cast and on the host, one buffer at a time."""
-    values = values.detach().reshape(-1)
-    step = max(1, BUFFER_BYTES // max(dtype.itemsize, values.itemsize))
-    for at in range(0, values.numel(), step):
-        yield at, values[at : at + step].to(device="cpu", dtype=dtype).contiguous()
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
-
-
-def _read_all(descriptor: int, dtype: torch.dtype, numel: int, position: int) -> Tensor:
-    values = torch.empty(numel, dtype=dtype)
+def _read_all(descriptor: int, values: Tensor, position: int) -> None:
     data = memoryview(values.view(torch.uint8).numpy())
     while data:
         count = os.preadv(descriptor, [data], position)
         if count == 0:
             raise ZeroCheckpointError(f"file ends {len(data)} bytes early")
         data, position = data[count:], position + count
-    return values

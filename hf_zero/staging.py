@@ -18,7 +18,8 @@ from hf_zero.background import Later
 from hf_zero.checksum import combine
 from hf_zero.comm import Communicator
 from hf_zero.errors import ZeroCheckpointError, ZeroError
-from hf_zero.sliced_file import BUFFER_BYTES, SlicedFile, SliceWriter
+from hf_zero.slice_writer import SliceWriter
+from hf_zero.sliced_file import BUFFER_BYTES, SlicedFile
 
 
 # (file, tensor name, first element, values)
