@@ -51,11 +51,11 @@ PRELOAD = (
     "tests.harness",
     "tests.zoo",
 )
-DEFAULT_TIMEOUT = 60.0
-GOODBYE = 5.0  # seconds that ranks get to leave on their own after every one of them has reported
+LIMIT = 600.0  # seconds; whatever a test waits for comes long before, on a busy machine too, unless something hangs
+GOODBYE = 60.0  # seconds that ranks get to leave on their own after every one of them has reported
 
 
-def distributed(world_size=2, timeout=DEFAULT_TIMEOUT):
+def distributed(world_size=2, timeout=LIMIT):
     """Make a pytest function run on `world_size` ranks; fixtures and parameters work as usual if they pickle."""
 
     def decorate(test):
@@ -68,7 +68,7 @@ def distributed(world_size=2, timeout=DEFAULT_TIMEOUT):
     return decorate
 
 
-def run_ranks(fn, *args, world_size=2, timeout=DEFAULT_TIMEOUT, **kwargs):
+def run_ranks(fn, *args, world_size=2, timeout=LIMIT, **kwargs):
     """Call `fn(*args, **kwargs)` on every rank and return what the ranks returned, in rank order."""
     return _launch(_name_of(fn), args, kwargs, world_size, timeout)
 
@@ -106,7 +106,7 @@ def _launch(name, args, kwargs, world_size, timeout):
             pipes.append(ours)
             processes.append(process)
         results = _collect(name, pipes, processes, folder, timeout)
-        _say_goodbye(pipes, processes)
+        _say_goodbye(name, pipes, processes)
         return results
     finally:
         _clean_up(pipes, processes)
@@ -154,21 +154,39 @@ def _fail_silent(name, silent, processes, folder, timeout):
     for rank in silent:
         with suppress(ProcessLookupError):
             os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(0.3)  # for the signal handlers to write the stacks
-    stacks = [f"rank {rank} stands at:\n{_stack_file(folder, rank).read_text()}" for rank in silent]
+    stacks = [f"rank {rank} stands at:\n{_written(_stack_file(folder, rank))}" for rank in silent]
     numbers = ", ".join(map(str, silent))
     head = f"{'.'.join(name)}: no report within {timeout:g} s from rank(s) {numbers} of {len(processes)}"
     pytest.fail("\n\n".join([head, *stacks]), pytrace=False)
 
 
-def _say_goodbye(pipes, processes):
-    """Let the ranks leave in order: none closes its connections before all have finished their collectives."""
+def _written(file):
+    """The text of a file that a signal handler is writing; what there is where it does not come."""
+    text, deadline = "", time.monotonic() + GOODBYE
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        before, text = text, file.read_text()
+        if text and text == before:
+            break
+    return text
+
+
+def _say_goodbye(name, pipes, processes):
+    """Let the ranks leave in order: none closes its connections before all have finished their collectives.
+
+    What a test leaves behind may hang or abort a process that ends; that fails the test.
+    """
     for pipe in pipes:
         with suppress(OSError):
             pipe.send_bytes(b"leave")
     deadline = time.monotonic() + GOODBYE
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
+    for rank, process in enumerate(processes):
+        if process.exitcode != 0:
+            how = "did not end" if process.exitcode is None else f"ended with exit code {process.exitcode}"
+            where = f"{'.'.join(name)}: rank {rank} of {len(processes)}"
+            pytest.fail(f"{where} {how} after it had passed", pytrace=False)
 
 
 def _clean_up(pipes, processes):
@@ -197,7 +215,7 @@ def _rank_main(pipe, job):
     with open(_stack_file(folder, rank), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         # If the parent is killed, nobody is left to end this rank.
-        faulthandler.dump_traceback_later(timeout + 4 * GOODBYE, exit=True, file=stack)
+        faulthandler.dump_traceback_later(timeout + 2 * GOODBYE, exit=True, file=stack)
         try:
             _set_up(rank, world_size, folder, timeout, environment)
             report = (time.monotonic(), None, pickle.dumps(_find(name)(*args, **kwargs)))

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness import LIMIT
+
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes/accelerate_configs"
 HOOK = "hf_zero._launch_hook:install"
-LIMIT = 600  # seconds; a launch that takes longer hangs
 
 HF_ZERO = (sys.executable, "-m", "hf_zero.cli", "launch")
 ACCELERATE = (Path(sys.executable).parent / "accelerate", "launch")

@@ -19,7 +19,7 @@ from hf_zero.errors import ZeroCheckpointError
 from hf_zero.model_folder import save_folder
 from hf_zero.sliced_file import SlicedFile
 from tests import zoo
-from tests.harness import distributed, run_ranks
+from tests.harness import LIMIT, distributed, run_ranks
 from tests.test_checkpoint import trainer_for
 
 
@@ -56,7 +56,7 @@ def trained(folder, asynchronous, stage=3, **arguments):
     if asynchronous:
         gate = threading.Event()
         trainer.add_callback(AtStep(5, gate.set))
-        in_threads(lambda: gate.wait(30))
+        in_threads(lambda: gate.wait(LIMIT))
         trainer.add_callback(AtStep(4, lambda: check_uncommitted(folder)))
     trainer.train()
 
@@ -133,7 +133,7 @@ def test_the_end_of_training_waits(tmp_path, fails):
 def _die_while_saving(folder):
     trainer = trainer_for(folder, 3, 6, per_device_train_batch_size=2, save_steps=2, zero_async_save=True)
     trainer.add_callback(AtStep(3, trainer.accelerator.saves.finish))
-    trainer.add_callback(AtStep(3, lambda: in_threads(lambda: threading.Event().wait(30))))
+    trainer.add_callback(AtStep(3, lambda: in_threads(lambda: threading.Event().wait(LIMIT))))
     trainer.add_callback(AtStep(5, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     trainer.train()
 

@@ -78,7 +78,7 @@ def _different_ways():
     check_net(seeded(lambda: Net(block=Branches)), plan=Plan(steps=4, accumulation=2))
 
 
-@distributed(world_size=2, timeout=20)
+@distributed(world_size=2)
 def test_ranks_take_different_ways_in_a_list_of_mixed_blocks():
     """Dense blocks and blocks of experts in turn: a block travels as a whole, whatever its neighbours are."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import LIMIT, run_ranks
 
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +157,7 @@ def test_a_round_of_every_kind_of_system():
 def test_the_command(tmp_path):
     command = [sys.executable, "scripts/benchmark.py", "--size", "tiny", "--rounds", "1", "--steps", "1"]
     command += ["--length", "8", "--systems", "ddp", "zero2", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert [row["system"] for row in results["summary"]] == ["ddp", "zero2"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import LIMIT, run_ranks
 
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +101,7 @@ def measure_all(folder):
 
 
 def test_a_round_of_every_way(tmp_path):
-    found = run_ranks(measure_all, tmp_path, timeout=120)[0]
+    found = run_ranks(measure_all, tmp_path)[0]
     numel = sum(param.numel() for param in build_model("tiny").parameters())
     kinds = {key: sorted(value) for key, value in found.items()}
     both = ["hf_zero", "FSDP2 gathered on rank 0", "raw, O_DIRECT", "raw, page cache"]
@@ -157,7 +157,7 @@ def _difference(left, right):
 
 
 def test_what_is_timed_is_a_whole_load(tmp_path):
-    for rank in run_ranks(restore, tmp_path, timeout=120):
+    for rank in run_ranks(restore, tmp_path):
         assert len(rank) == 3
         for system, (changed, after) in rank.items():
             assert changed > 0.01 and after == 0, (system, changed, after)
@@ -169,7 +169,7 @@ def test_the_command(tmp_path):
     command += ["scripts/benchmark_checkpoint.py", "--size", "tiny", "--rounds", "1", "--folder", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=LIMIT)
         finally:
             process.terminate()  # torchrun ends its ranks then; a kill would leave them behind
     assert process.returncode == 0, err

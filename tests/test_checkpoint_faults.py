@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_while_saving(tmp_path, asynchronous):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_is_killed_at_fifty_points(tmp_path, asynchronous):
     for number, (rank, call) in enumerate(_points(tmp_path / "whole", asynchronous, 50, seed=2)):

@@ -8,6 +8,7 @@ import pytest
 import hf_zero
 from hf_zero import cli
 from hf_zero.command_line import CommandParser
+from tests.harness import LIMIT
 
 
 def test_the_version_is_the_packages(capsys):
@@ -63,5 +64,5 @@ def test_a_folder_that_does_not_exist_is_told_before_torch_is_imported():
         "status = cli.main(['plan', '/nonexistent']);"
         "sys.exit(10 * status + ('torch' in sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], timeout=LIMIT, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (20, "hf-zero plan: '/nonexistent' does not exist\n")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.harness import LIMIT
+
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_stages.py"
 
@@ -18,7 +20,7 @@ def test_every_stage_is_compared(tmp_path):
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
     ).save_pretrained(tmp_path / "model")
     words = ["--model", tmp_path / "model", "--length", 32, "--steps", 2, "--budget", "20MB", "--output", tmp_path]
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "comparison.json").read_text())
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
@@ -33,6 +35,6 @@ def test_every_stage_is_compared(tmp_path):
     [(["--model", "no/such/folder"], "does not exist"), (["--model", "x", "--budget", "y"], "--budget y")],
 )
 def test_mistakes_are_told_in_one_line(words, says):
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 2
     assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -14,6 +14,7 @@ from hf_zero import cli
 from hf_zero.config import explain, reference
 from hf_zero.config.fields import DESCRIPTIONS
 from hf_zero.config.schema import FIELD_NAMES
+from tests.harness import LIMIT
 
 
 ROOT = Path(__file__).parent.parent
@@ -214,4 +215,4 @@ def test_the_command_needs_no_torch():
         f"status = cli.main(['config', '--json', {str(ZERO3)!r}, '--args', '--zero_stage', '2', '--bf16']);"
         "sys.exit(status or ('torch' in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)

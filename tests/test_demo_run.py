@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from tests.harness import LIMIT
 from tests.test_demo_data import RECIPE, ROOT, load_script, prepare
 
 
@@ -121,14 +122,13 @@ def run(*command, **environment):
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT,
         stdin=subprocess.DEVNULL,
     )
     return result.returncode, result.stdout + result.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_demo_commands_run_twice_on_a_small_recipe(tmp_path):
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe |= {

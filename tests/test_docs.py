@@ -56,7 +56,7 @@ def reader():
     return {"torch": torch, "model": model, "optimizer": optimizer, "loader": batches, "dataset": rows}
 
 
-@distributed(world_size=2, timeout=120)
+@distributed(world_size=2)
 def test_the_snippet_of_the_trainer_writes_a_whole_model(tmp_path):
     os.chdir(tmp_path)
     exec(snippets()[0], reader())

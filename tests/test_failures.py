@@ -13,7 +13,8 @@ from hf_zero import failures
 from hf_zero.config import values
 from hf_zero.errors import ZeroCheckpointError, ZeroConfigError, ZeroRuntimeError
 from tests import launches
-from tests.launches import HF_ZERO, LIMIT, TORCHRUN
+from tests.harness import LIMIT
+from tests.launches import HF_ZERO, TORCHRUN
 
 
 SCRIPT = """

@@ -50,7 +50,7 @@ def train(stage, precision="no", checkpointing=False, steps=3):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@distributed(world_size=2, timeout=180)
+@distributed(world_size=2)
 def test_stages_agree(stage, precision):
     losses, weights = train(stage, precision)
     expected_losses, expected = train(0, precision)
@@ -59,7 +59,7 @@ def test_stages_agree(stage, precision):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@distributed(world_size=2, timeout=180)
+@distributed(world_size=2)
 def test_released_storage_is_not_read(checkpointing):
     expected = train(3, checkpointing=checkpointing)[1]
     release = FlatBuffer.release
@@ -75,7 +75,7 @@ def test_released_storage_is_not_read(checkpointing):
 
 
 @pytest.mark.parametrize("move", ["all_gather", "reduce_scatter"])
-@distributed(world_size=2, timeout=180)
+@distributed(world_size=2)
 def test_a_slow_device_changes_nothing(move):
     expected = train(3)[1]
     original = getattr(Communicator, move)

@@ -6,10 +6,12 @@ import sys
 import pytest
 import torch
 
+from tests.harness import LIMIT
+
 
 def run(*options):
     command = [sys.executable, "scripts/gpu_report.py", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_the_measurements_run_without_a_gpu():

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero import hang
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.hang import HangMonitor
-from tests.harness import distributed, run_ranks
+from tests.harness import LIMIT, distributed, run_ranks
 
 
 def prepared(**config):
+    """A model whose ranks compare soon where they are, and then wait for each other's answers as long as it takes."""
+    hang._ANSWER_S = LIMIT
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
     model.forward = lambda x, order: _run(model, x, order)
@@ -30,22 +33,30 @@ def _run(model, x, order):
     return x
 
 
-def diverge(folder):
-    model, engine = prepared()
-    rank = dist.get_rank()
+def end_with_report(folder, engine, ranks):
+    """Have this rank write its report in place of printing it, and end when all of `ranks` have written theirs."""
 
     def note(report):
-        (Path(folder) / f"report_{rank}").write_text(report)
-        time.sleep(1.0)  # let the other rank's monitor come to the same conclusion
+        mine = Path(folder) / f"report_{dist.get_rank()}"
+        mine.with_suffix(".part").write_text(report)
+        mine.with_suffix(".part").rename(mine)
+        while not all((Path(folder) / f"report_{rank}").exists() for rank in ranks):
+            time.sleep(0.05)
         os._exit(7)
 
     engine.comm.monitor._abort = note
+
+
+def diverge(folder):
+    model, engine = prepared()
+    rank = dist.get_rank()
+    end_with_report(folder, engine, ranks=(0, 1))
     model(torch.ones(1, 8), [0, 1] if rank == 0 else [0, 2])
 
 
 def test_ranks_that_call_different_modules_are_named_on_every_rank(tmp_path):
     with pytest.raises(pytest.fail.Exception, match="died without a report|exit"):
-        run_ranks(diverge, str(tmp_path), world_size=2, timeout=40)
+        run_ranks(diverge, str(tmp_path), world_size=2)
     for rank in range(2):
         report = (tmp_path / f"report_{rank}").read_text()
         assert "rank 0: waits for all-gather of 1" in report, report
@@ -55,15 +66,8 @@ def test_ranks_that_call_different_modules_are_named_on_every_rank(tmp_path):
 
 def wait_for_a_barrier(folder):
     model, engine = prepared()
-    rank = dist.get_rank()
-
-    def note(report):
-        (Path(folder) / f"report_{rank}").write_text(report)
-        time.sleep(1.0)
-        os._exit(7)
-
-    engine.comm.monitor._abort = note
-    if rank == 0:
+    end_with_report(folder, engine, ranks=(0,))
+    if dist.get_rank() == 0:
         model(torch.ones(1, 8), [0])
     else:
         dist.barrier()
@@ -71,25 +75,30 @@ def wait_for_a_barrier(folder):
 
 def test_a_rank_in_a_collective_of_its_own_is_named(tmp_path):
     with pytest.raises(pytest.fail.Exception, match="died without a report|exit"):
-        run_ranks(wait_for_a_barrier, str(tmp_path), world_size=2, timeout=40)
+        run_ranks(wait_for_a_barrier, str(tmp_path), world_size=2)
     report = (tmp_path / "report_0").read_text()
     assert "rank 0: waits for all-gather of 0" in report, report
     assert "waits for a collective of its own at" in report and "in wait_for_a_barrier" in report, report
 
 
 @distributed(world_size=2)
-def test_a_slow_rank_is_waited_for_and_named():
-    warnings = []
+def test_a_slow_rank_is_waited_for_and_named(tmp_path):
+    """Rank 1 does not come before rank 0 has warned of it."""
+
+    def note(record):
+        line = record.getMessage()
+        if "rank 0: waits for all-gather of 0" in line and f"{Path(__file__).name}" in line:
+            (tmp_path / "warned").touch()
+
     handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("hf_zero.hang").addHandler(handler)
+    handler.emit = note
+    if dist.get_rank() == 0:
+        logging.getLogger("hf_zero.hang").addHandler(handler)
     model, engine = prepared()
-    if dist.get_rank() == 1:
-        time.sleep(3.0)
+    while dist.get_rank() == 1 and not (tmp_path / "warned").exists():
+        time.sleep(0.05)
     out = model(torch.ones(1, 8), [0, 1, 2])
     assert out.isfinite().all()
-    if dist.get_rank() == 0:
-        assert any("waits for all-gather of 0" in line and "test_hang.py" in line for line in warnings), warnings
 
 
 @distributed(world_size=2)
@@ -121,7 +130,8 @@ def test_a_lost_peer_is_said_to_be_lost():
     monitor.stop()
 
 
-def test_no_thread_is_in_the_store_when_a_monitor_has_stopped():
+def test_no_thread_is_in_the_store_when_a_monitor_has_stopped(monkeypatch):
+    monkeypatch.setattr(hang, "_LEAVE_S", LIMIT)
     asked, inside = threading.Event(), []
 
     class SlowStore:
@@ -133,6 +143,6 @@ def test_no_thread_is_in_the_store_when_a_monitor_has_stopped():
             return False
 
     monitor = HangMonitor(SlowStore(), name="x", rank=0, world_size=2, timeout_s=1.0)
-    assert asked.wait(10)
+    assert asked.wait(LIMIT)
     monitor.stop()
     assert inside.count("in") == inside.count("out"), inside

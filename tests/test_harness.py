@@ -1,10 +1,12 @@
 """The harness reports failures, deaths and hangs of ranks by name, and leaves no process and no file behind."""
 
+import multiprocessing.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -12,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import distributed, run_ranks
+from tests import harness
+from tests.harness import LIMIT, distributed, run_ranks
 
 
 @distributed(world_size=2)
@@ -64,7 +67,7 @@ def test_each_run_has_fresh_processes_with_the_environment_of_now(monkeypatch):
 
 def _register(folder):
     """Start a process that outlives its rank, and write down both."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     Path(folder, f"{dist.get_rank()}").write_text(f"{os.getpid()} {child.pid}")
     dist.barrier()
 
@@ -83,14 +86,17 @@ def _die(folder):
     dist.all_reduce(torch.ones(1))
 
 
-def _sleepy_corner():
-    time.sleep(60)
+def _sleepy_corner(folder):
+    Path(folder, "asleep").touch()
+    time.sleep(3600)
 
 
 def _hang(folder):
     _register(folder)
     if dist.get_rank() == 1:
-        _sleepy_corner()
+        _sleepy_corner(folder)
+    while not Path(folder, "asleep").exists():
+        time.sleep(0.02)
 
 
 def _return_what_cannot_travel(folder):
@@ -100,34 +106,49 @@ def _return_what_cannot_travel(folder):
     return None
 
 
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    """Runs a body that fails; returns the message, after a look at what is left behind."""
+
+    def run(body):
+        stores, pids = (Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))
+        monkeypatch.setattr(tempfile, "tempdir", str(stores))
+        with pytest.raises(pytest.fail.Exception) as caught:
+            run_ranks(body, str(pids), world_size=2)
+        assert list(stores.iterdir()) == []
+        written = [int(pid) for file in pids.iterdir() for pid in file.read_text().split()]
+        assert len(written) == 4
+        assert not [pid for pid in written if _lives(pid)]
+        return str(caught.value)
+
+    return run
+
+
 @pytest.mark.parametrize(
-    "body, limit, words",
+    "body, words",
     [
-        (_fail, 30, ["rank 1 of 2 failed", "ArithmeticError: seven is not eight", "in _fail"]),
-        (_die, 30, ["rank 1 of 2 died without a report", "exit code 17"]),
-        (_hang, 2, ["no report within 2 s from rank(s) 1 of 2", "in _sleepy_corner"]),
-        (_return_what_cannot_travel, 30, ["rank 1 of 2 failed", "pickle"]),
+        (_fail, ["rank 1 of 2 failed", "ArithmeticError: seven is not eight", "in _fail"]),
+        (_die, ["rank 1 of 2 died without a report", "exit code 17"]),
+        (_return_what_cannot_travel, ["rank 1 of 2 failed", "pickle"]),
     ],
 )
-def test_trouble_is_named_and_nothing_is_left_behind(tmp_path, monkeypatch, body, limit, words):
-    stores = tmp_path / "stores"
-    pids = tmp_path / "pids"
-    stores.mkdir()
-    pids.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(stores))
-    with pytest.raises(pytest.fail.Exception) as caught:
-        run_ranks(body, str(pids), world_size=2, timeout=limit)
+def test_trouble_is_named_and_nothing_is_left_behind(trouble, body, words):
+    message = trouble(body)
     for word in words:
-        assert word in str(caught.value)
-    assert list(stores.iterdir()) == []
-    written = [int(pid) for file in pids.iterdir() for pid in file.read_text().split()]
-    assert len(written) == 4
-    assert not [pid for pid in written if _lives(pid)]
+        assert word in message
+
+
+def test_a_hang_is_named_with_its_place(trouble, monkeypatch):
+    """The limit is over, as far as the harness can see, as soon as only the rank that hangs is left."""
+    monkeypatch.setattr(harness, "wait", lambda pipes, _: wait(pipes) if len(pipes) == 2 else [])
+    message = trouble(_hang)
+    assert f"no report within {LIMIT:g} s from rank(s) 1 of 2" in message and "in _sleepy_corner" in message, message
 
 
 def _lives(pid):
     """Whether a process still runs; one that was killed may need a moment to go."""
-    for _ in range(100):
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return False
@@ -142,6 +163,16 @@ def test_a_run_that_passes_leaves_nothing_behind(tmp_path):
     written = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(written) == 4
     assert not [pid for pid in written if _lives(pid)]
+
+
+def _abort_at_the_end():
+    if dist.get_rank() == 1:
+        multiprocessing.util.Finalize(None, os.abort, exitpriority=1)
+
+
+def test_a_rank_that_aborts_while_it_ends_fails_the_test():
+    with pytest.raises(pytest.fail.Exception, match="rank 1 of 2 ended with exit code -6 after it had passed"):
+        run_ranks(_abort_at_the_end, world_size=2)
 
 
 @distributed(world_size=2)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests import launches
+from tests.harness import LIMIT
 from tests.launches import ACCELERATE, HF_ZERO, HOOK, RECIPES, ROOT, TORCHRUN
 
 
@@ -165,4 +166,4 @@ def test_the_hook_imports_nothing_heavy():
         "heavy = {'torch', 'transformers', 'accelerate', 'yaml', 'numpy'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=launches.LIMIT)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT)

@@ -7,7 +7,7 @@ import hf_zero
 from tests.harness import distributed
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_dropped_layers_are_run_on_every_rank():
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import hf_zero
+from tests.harness import LIMIT
 
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +166,7 @@ def test_the_wheel_is_pure_python_and_holds_the_whole_package(tmp_path):
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
         check=True,
         env={**os.environ, "CC": "false", "CXX": "false"},
-        timeout=120,
+        timeout=LIMIT,
     )
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -178,7 +179,7 @@ def test_make_demo_runs_the_literal_command():
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     planned = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT
     ).stdout
     command = (
         "accelerate launch --config_file recipes/accelerate_configs/zero3.yaml --num_processes 2 "

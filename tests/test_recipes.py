@@ -144,7 +144,7 @@ def _small_model(name, folder):
 
 
 @pytest.mark.parametrize("recipe", [*SFT, *GRPO])
-@distributed(world_size=2, timeout=120)
+@distributed(world_size=2)
 def test_trains_scaled_down(tmp_path, recipe):
     sft, grpo = _scripts()
     rank = torch.distributed.get_rank()
@@ -245,7 +245,7 @@ def test_grpo_demo_trains(tmp_path):
 
     folder = str(tmp_path)
     paths = {"model_name_or_path": "base", "dataset_name": "data_weak", "output_dir": "sft_weak"}
-    run_ranks(_run_script, weak, folder, paths, timeout=120)
+    run_ranks(_run_script, weak, folder, paths)
     paths = {"model_name_or_path": "sft_weak", "dataset_name": "data", "output_dir": "grpo"}
-    run_ranks(_run_script, demo, folder, paths, timeout=120)
+    run_ranks(_run_script, demo, folder, paths)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "grpo").config.num_hidden_layers == 2
