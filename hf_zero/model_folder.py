@@ -58,6 +58,11 @@ class ZeroPretrainedMixin:
             return
         options = dict(inspect.signature(stock).bind(save_directory, *args, **kwargs).arguments)
         options.update(options.pop("kwargs", {}))
+        if options.get("distributed_checkpoint"):
+            raise ValueError(
+                "distributed_checkpoint=True is for models that torch shards: leave it out. Under hf_zero every rank "
+                "writes its own part of ordinary safetensors files anyway, and nothing is gathered"
+            )
         is_main = options.get("is_main_process", True)
         engine = self.__dict__.get("_zero_engine")
         if options.get("state_dict") is not None or engine is None or _readable(engine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from hf_zero.background import Later
 from hf_zero.comm import Communicator
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.saving_plan import SavePlan, logical_state, units_of
-from hf_zero.staging import Part, Staged, agree, broadcast_parts, stage
+from hf_zero.staging import Part, Staged, agree, broadcast_parts, family, stage
 from hf_zero.unit import Unit, gathered_parameters
 
 
@@ -53,33 +52,36 @@ def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
 
 @dataclass(kw_only=True)
 class StagedWeights:
-    """Weight files under temporary names; `commit` completes them and puts them in place of what was there."""
+    """Weight files under temporary names; `commit` completes them and puts them in place of what was there.
+
+    A run that is killed meanwhile leaves a folder that loads as it was or as it is to be, or, where files of the same
+    names are being replaced, one that has no index and does not load: never parts of two models.
+    """
 
     plan: SavePlan
     staged: Staged
 
     def commit(self) -> None:
         """A collective."""
-        self.staged.commit()
-        agree(self.staged.comm, self._tidy)
+        self.staged.complete()
+        agree(self.staged.comm, self._put_in_place)
 
-    def _tidy(self) -> None:
-        """Write the index; remove what a reader would take for part of the model, left by an earlier save."""
+    def _put_in_place(self) -> None:
+        """Rename the files and write the index; remove what a reader would take for part of the model."""
         if not self.staged.creates:
             return
         folder, plan = self.staged.folder, self.plan
+        index, temporary = folder / plan.index_name, folder / (plan.index_name + ".tmp")
+        if plan.index is not None and any((folder / name).exists() for name in plan.files):
+            index.unlink(missing_ok=True)
+        self.staged.rename()
         if plan.index is not None:
-            temporary = folder / (plan.index_name + ".tmp")
             temporary.write_text(plan.index, encoding="utf-8")
-            os.replace(temporary, folder / plan.index_name)
-        else:
-            (folder / plan.index_name).unlink(missing_ok=True)
-        first = next(iter(plan.files))
-        stem = re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", first)
-        stale = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
-        for path in folder.iterdir():
-            if stale.fullmatch(path.name) and path.name not in plan.files:
-                path.unlink()
+            os.replace(temporary, index)
+        families = {family(name) for name in plan.files}
+        stale = {path for path in folder.iterdir() if family(path.name) in families and path.name not in plan.files}
+        for path in [*stale, *([index, temporary] if plan.index is None else [])]:
+            path.unlink(missing_ok=True)
 
 
 def stage_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -105,7 +106,7 @@ def find_writers(folder: Path, comm: Communicator, is_main: bool) -> Writers:
 
 @dataclass(kw_only=True)
 class Staged:
-    """Files under temporary names: complete, or `kept` for `commit` to write."""
+    """Files under temporary names: complete, or `kept` for `complete` to write."""
 
     folder: Path
     files: Mapping[str, SlicedFile]
@@ -123,9 +124,13 @@ class Staged:
         return self.folder / (name + _TEMPORARY)
 
     def create(self) -> None:
-        """Make the files, with their final sizes."""
+        """Make the files, with their final sizes; those that a killed save has left behind make room for them."""
         if not self.creates:
             return
+        families = {family(name) for name in self.files}
+        for path in self.folder.glob("*" + _TEMPORARY):
+            if family(path.name.removesuffix(_TEMPORARY)) in families:
+                path.unlink()
         promised = sum(_unwritten(path) for path in self.folder.glob("*" + _TEMPORARY))
         needed = sum(file.nbytes for file in self.files.values())
         free = shutil.disk_usage(self.folder).free - promised
@@ -136,7 +141,7 @@ class Staged:
                 file.create(self._temporary(name))
 
     def keep(self, parts: Iterable[Part]) -> None:
-        """Copy the parts to host memory, in the dtype of their file; `commit` writes them."""
+        """Copy the parts to host memory, in the dtype of their file; `complete` writes them."""
         self.kept = []
         for file, name, start, values in parts:
             dtype = self.files[file].tensors[name][0]
@@ -158,8 +163,8 @@ class Staged:
         counts = self.writers.shared or self.comm.rank == self.writers.creators[0]
         self.sums = add_up(self.comm, writer.sums if counts else {})
 
-    def commit(self) -> None:
-        """Write what was kept, then give the files their names; a collective."""
+    def complete(self) -> None:
+        """Write what was kept; a collective."""
         if self.kept is not None:
             try:
                 self.write(_released(self.kept))
@@ -167,17 +172,26 @@ class Staged:
                 self.discard()
                 raise
 
-        def rename() -> None:
-            for name in self.files if self.creates else ():
-                os.replace(self._temporary(name), self.folder / name)
+    def rename(self) -> None:
+        """Give the files their names."""
+        for name in self.files if self.creates else ():
+            os.replace(self._temporary(name), self.folder / name)
 
-        agree(self.comm, rename)
+    def commit(self) -> None:
+        """Complete the files and give them their names; a collective."""
+        self.complete()
+        agree(self.comm, self.rename)
 
     def discard(self) -> None:
         """Remove them."""
         for name in self.files if self.creates else ():
             with contextlib.suppress(OSError):
                 self._temporary(name).unlink(missing_ok=True)
+
+
+def family(name: str) -> str:
+    """The name of a weight file without its number: whatever the number of files is, they replace each other."""
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.safetensors$)", "", name)
 
 
 def _unwritten(path: Path) -> int:

@@ -180,6 +180,16 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_byte(tmp_path, monke
     assert list((tmp_path / "model").iterdir()) == []
 
 
+@pytest.mark.parametrize("stage", (1, 3))
+@distributed(world_size=2)
+def test_a_distributed_checkpoint_is_refused_as_it_is_not_needed(tmp_path, stage):
+    model = zoo.build("llama")
+    hf_zero.shard(model, None, {"zero_stage": stage})
+    with pytest.raises(ValueError, match="distributed_checkpoint=True is for models that torch shards: leave it out"):
+        model.save_pretrained(tmp_path / "model", distributed_checkpoint=True)
+    assert not (tmp_path / "model").exists()
+
+
 def _with_adapters(whole_head):
     from peft import LoraConfig, get_peft_model
 
