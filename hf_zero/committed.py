@@ -6,12 +6,13 @@ and of every sliced file the hash of its header and the checksum of each tensor.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,8 @@ from hf_zero.sliced_file import SlicedFile
 MARKER = "COMMIT"
 # Folders under construction stand in this folder, next to where they are going to be.
 UNCOMMITTED = "uncommitted"
-_STEP_FOLDER = re.compile(r"checkpoint-(\d+)")
+_REPLACED = ".replaced"  # ends the name of a folder that a finished one takes the place of
+_STEP = "checkpoint-"
 # In format 1 the checksums of elements of 8 bytes are of another kind.
 _FORMAT, _FORMATS = 2, (1, 2)
 # What resuming reads. Users may add files to a checkpoint, but none of these: a reader would take it for a part of it.
@@ -60,15 +62,57 @@ def _describe(path: Path, tensors: Mapping[str, int] | None) -> dict[str, object
     return described
 
 
+def aside(final: Path) -> Path:
+    """Where a folder is built that is going to be `final`."""
+    return final.parent / UNCOMMITTED / final.name
+
+
 def place(built: Path, final: Path) -> None:
-    """Put a finished folder where it belongs; one that is there already goes only when the new one has its name."""
-    old = built.with_name(built.name + ".replaced")
-    shutil.rmtree(old, ignore_errors=True)
+    """Put a finished folder where it belongs; one that is there already goes only when the new one has its name.
+
+    What users have put beside the old checkpoint's own files stays.
+    """
+    old = _replaced_by(built)
     if final.exists():
         os.rename(final, old)
-    os.rename(built, final)
+    try:
+        os.rename(built, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
     _flush(final.parent)
+    if old.exists():
+        _let_go(old, final)
+    with contextlib.suppress(OSError):  # others may be built there
+        built.parent.rmdir()
+
+
+def _replaced_by(built: Path) -> Path:
+    return built.with_name(built.name + _REPLACED)
+
+
+def _let_go(old: Path, final: Path) -> None:
+    """Remove a folder whose place another has taken; what is no part of its checkpoint moves there."""
+    if old.is_symlink():  # what it leads to is the user's
+        old.unlink()
+        return
+    own = {MARKER}
+    with contextlib.suppress(ZeroCheckpointError):
+        own |= {PurePosixPath(name).parts[0] for name in _read_marker(old).files}
+    for path in list(old.iterdir()):
+        stays = path.name in own or _READ.fullmatch(path.name) or path.suffix == ".tmp"
+        if not stays and not (final / path.name).exists():
+            os.rename(path, final / path.name)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def finish_interrupted(built: Path, final: Path) -> None:
+    """Do what is left to do for a folder that was complete when its run was killed, an instant before the end."""
+    if not final.exists() and is_committed(built):
+        place(built, final)
+    elif final.exists() and _replaced_by(built).exists():
+        _let_go(_replaced_by(built), final)
 
 
 def _flush(path: Path) -> None:
@@ -159,6 +203,13 @@ def check_files(folder: Path) -> None:
             raise ZeroCheckpointError(f"{path} is damaged: it has other bytes than were saved")
 
 
+def check_complete(folder: Path) -> None:
+    """Raise ZeroCheckpointError unless a folder is marked, and its files are those that were saved."""
+    if not is_committed(folder):
+        raise ZeroCheckpointError(f"{folder} was not saved completely, or not by hf_zero (it has no {MARKER} file)")
+    check_files(folder)
+
+
 def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does."""
     for name, described in sorted(_read_marker(folder).files.items()):
@@ -189,24 +240,22 @@ def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
             )
 
 
-def step_folders(run_folder: Path) -> Iterator[Path]:
-    """The checkpoint folders of a run, newest first."""
-    found = []
-    if run_folder.is_dir():
-        for path in run_folder.iterdir():
-            match = _STEP_FOLDER.fullmatch(path.name)
-            if match and path.is_dir():
-                found.append((int(match[1]), path))
-    for _, path in sorted(found, reverse=True):
-        yield path
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Where a run has its checkpoint of a step."""
+    return run_folder / f"{_STEP}{step}"
 
 
-def finish_interrupted(run_folder: Path) -> None:
-    """Give a checkpoint its name that was complete when its run was killed, an instant before that."""
+def steps_in(run_folder: Path) -> list[int]:
+    """The steps of which a run has a checkpoint folder."""
+    names = [path.name for path in run_folder.iterdir() if path.is_dir()] if run_folder.is_dir() else []
+    return [int(name.removeprefix(_STEP)) for name in names if re.fullmatch(_STEP + r"(0|[1-9]\d*)", name)]
+
+
+def finish_run(run_folder: Path, target: Path | None = None) -> None:
+    """`finish_interrupted` for all that is under construction in a run's folder; `target` is where it belongs."""
     for built in torn_folders(run_folder):
-        final = run_folder / built.name
-        if _STEP_FOLDER.fullmatch(built.name) and is_committed(built) and not final.exists():
-            os.rename(built, final)
+        built = built.with_name(built.name.removesuffix(_REPLACED))
+        finish_interrupted(built, (target or run_folder) / built.name)
 
 
 def torn_folders(run_folder: Path) -> list[Path]:

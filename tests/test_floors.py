@@ -54,6 +54,7 @@ FLOORS = {
     "loading": 4,
     "model_folder": 4,
     "checkpoint": 4,
+    "building": 4,
     "engine": 5,
     "memory": 6,
     "doctor": 6,

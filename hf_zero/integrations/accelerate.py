@@ -290,17 +290,16 @@ class ZeroAccelerator(Accelerator):
         else:
             state.save_model(self, model, save_directory, max_shard_size)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+    def save_state(
+        self, output_dir: str | os.PathLike | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """As `Accelerator.save_state`; a folder that exists is replaced when the new one is complete, not before."""
+        stock = functools.partial(super().save_state, safe_serialization=safe_serialization, **kwargs)
         if not self._engines():
-            return super().save_state(output_dir, safe_serialization, **kwargs)
+            return stock(output_dir)
         asynchronous = self.zero_plugin.config.async_save
-        with (
-            self.saves.save(self._engines()[0].comm, asynchronous) as later,
-            state.saving_state(self, later) as commit,
-        ):
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
-            commit(folder)
-        return folder
+        with self.saves.save(self._engines()[0].comm, asynchronous) as later:
+            return state.save_state(self, stock, output_dir, later)
 
     def end_training(self) -> None:
         self.saves.wait()
@@ -308,6 +307,8 @@ class ZeroAccelerator(Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
         self.saves.wait()
+        if self._engines():
+            state.finish_interrupted(self, input_dir)
         with state.loading_state(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
 

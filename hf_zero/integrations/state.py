@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +14,7 @@ from torch import nn
 
 from hf_zero import checkpoint, committed, loading, saving
 from hf_zero.background import Later, perform
+from hf_zero.building import Construction, built_aside
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.saving_plan import SavePlan, logical_state, plan_module
@@ -73,6 +77,7 @@ def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> No
 # -- accelerate's save_state and load_state ---------------------------------------------------------------------------
 
 
+_CHECKPOINTS = "checkpoints"  # where accelerate puts the checkpoints that it numbers
 _ONE_FILE = 2**62  # bytes: accelerate keeps each model in one file, under the names of its state dict
 
 
@@ -81,35 +86,74 @@ def _names(index: int) -> tuple[str, str]:
     return f"model{suffix}.safetensors", checkpoint.STATE_NAME.replace(".", f"{suffix}.", 1)
 
 
-@contextlib.contextmanager
-def saving_state(accelerator: ZeroAccelerator, later: Later | None) -> Iterator[Callable[[str], None]]:
-    """Inside, accelerate leaves sharded models and their optimizers to us; the value marks a folder as complete."""
-    sums: dict[str, dict[str, int]] = {}
+def save_state(
+    accelerator: ZeroAccelerator, stock: Callable[[str], object], output_dir: str | Path | None, later: Later | None
+) -> Path:
+    """Have accelerate save aside, by `stock(folder)`; sharded models and their optimizers are left to us."""
+    project, comm, is_main = accelerator.project_configuration, accelerator._engines()[0].comm, _is_main(accelerator)
+    named_by_us = project.automatic_checkpoint_naming
+    if named_by_us:
+        target = Path(accelerator.project_dir, _CHECKPOINTS, f"checkpoint_{accelerator.save_iteration}")
+        agree(comm, lambda: _check_new(target))
+        # Not beside it: accelerate takes everything in that folder for a checkpoint.
+        built = Path(accelerator.project_dir, committed.UNCOMMITTED, target.name)
+    elif output_dir is None:
+        raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+    else:
+        target, built = Path(output_dir), None
+    final = target.resolve()  # a link stays, and what it leads to is replaced
+    with built_aside(final, comm, is_main, later, built) as construction:
+        with _without_ours(accelerator), contextlib.ExitStack() as stack:
+            save = functools.partial(_save_models, accelerator, construction, later)
+            stack.callback(accelerator.register_save_state_pre_hook(save).remove)
+            stack.callback(setattr, project, "automatic_checkpoint_naming", named_by_us)
+            project.automatic_checkpoint_naming = False
+            stock(str(construction.folder))
+        if named_by_us and project.total_limit is not None:
+            construction.afterwards = functools.partial(_rotate, final, project.total_limit)
+    return target
 
-    def save(models: list, weights: list, folder: str) -> None:
-        if _is_main(accelerator):
-            (Path(folder) / committed.MARKER).unlink(missing_ok=True)
-        accelerator.wait_for_everyone()
-        for index, model in enumerate(models):
-            if engine_of(model) is not None:
-                _save_one(accelerator, model, index, folder, sums, later)
-        weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
 
-    def commit(folder: str) -> None:
-        is_main = _is_main(accelerator)
-        comm = accelerator._engines()[0].comm if later is None else later.comm
-        accelerator.wait_for_everyone()
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise ZeroCheckpointError(
+            f"{target} exists: set accelerator.project_configuration.iteration to the number to go on with"
+        )
 
-        def finish() -> None:
-            agree(comm, lambda: committed.write_marker(Path(folder), sums) if is_main else None)
 
-        perform(finish, later)
-        if later is not None:
-            later.folder = folder
+def _save_models(
+    accelerator: ZeroAccelerator,
+    construction: Construction,
+    later: Later | None,
+    models: list,
+    weights: list,
+    folder: str,
+) -> None:
+    for index, model in enumerate(models):
+        if engine_of(model) is not None:
+            _save_one(accelerator, model, index, folder, construction, later)
+    weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
 
-    with _without_ours(accelerator), contextlib.ExitStack() as stack:
-        stack.callback(accelerator.register_save_state_pre_hook(save).remove)
-        yield commit
+
+def _rotate(newest: Path, limit: int) -> None:
+    """Remove the oldest checkpoints that accelerate has numbered, but for `limit` with the newest."""
+    found = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in newest.parent.iterdir())
+    others = sorted((int(match[1]), path) for match, path in found if match and path != newest)
+    for _, path in others[: max(0, len(others) + 1 - limit)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def finish_interrupted(accelerator: ZeroAccelerator, input_dir: str | Path | None) -> None:
+    """Give its name to what was complete when the run that saved it was killed; a collective."""
+
+    def finish() -> None:
+        if input_dir is not None:
+            final = Path(input_dir).expanduser().resolve()
+            committed.finish_interrupted(committed.aside(final), final)
+        elif accelerator.project_configuration.automatic_checkpoint_naming:
+            committed.finish_run(Path(accelerator.project_dir), Path(accelerator.project_dir, _CHECKPOINTS))
+
+    agree(accelerator._engines()[0].comm, lambda: finish() if _is_main(accelerator) else None)
 
 
 @contextlib.contextmanager
@@ -151,7 +195,7 @@ def _save_one(
     model: nn.Module,
     index: int,
     folder: str,
-    sums: dict[str, dict[str, int]],
+    construction: Construction,
     later: Later | None,
 ) -> None:
     engine, is_main = engine_of(model), _is_main(accelerator)
@@ -159,6 +203,8 @@ def _save_one(
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
     plan = plan_module(model, dtype_of, max_shard_size=_ONE_FILE).renamed(model_name)
     staged = saving.stage_weights(model, plan, folder, engine.comm, is_main, later).staged
+    sums: dict[str, dict[str, int]] = {}
+    construction.sums.append(sums)
 
     def finish() -> None:
         staged.commit()
@@ -171,9 +217,9 @@ def _save_one(
 
 def _load_models(models: list, folder: str) -> None:
     """Load each sharded model and its training state; accelerate loads what is left in `models`."""
-    ours = [model for model in models if engine_of(model) is not None]
-    if ours and not committed.is_committed(Path(folder)):
-        raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {committed.MARKER} file)")
+    ours = [engine for model in models if (engine := engine_of(model)) is not None]
+    if ours:
+        agree(ours[0].comm, lambda: committed.check_complete(Path(folder)))
     for index, model in enumerate(models):
         engine = engine_of(model)
         if engine is None:

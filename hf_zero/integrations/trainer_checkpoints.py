@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -11,16 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints
 
 from hf_zero import checkpoint, committed, loading
-from hf_zero.background import Later, perform
+from hf_zero.background import Later
+from hf_zero.building import built_aside
 from hf_zero.comm import Communicator
 from hf_zero.engine import engine_of
-from hf_zero.errors import ZeroCheckpointError, ZeroError
+from hf_zero.errors import ZeroCheckpointError
 from hf_zero.integrations import state
 from hf_zero.model_folder import SavedFolder, save_folder
-from hf_zero.staging import agree, naming
+from hf_zero.staging import agree
 from hf_zero.unit import gathered_parameters
 
 
@@ -80,50 +82,37 @@ class ZeroCheckpointMixin:
         if engine is None:
             super()._save_checkpoint(model, trial)
             return
-        run_name, name = super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        final = Path(run_name, name)
-        built = final.parent / committed.UNCOMMITTED / name
+        run_folder = super()._get_output_dir(trial)
+        final = committed.step_folder(Path(run_folder), self.state.global_step)
+        writes = self.args.should_save
         with self.accelerator.saves.save(engine.comm, self.accelerator.zero_plugin.config.async_save) as later:
-            agree(
-                engine.comm, lambda: shutil.rmtree(built.parent, ignore_errors=True) if self.args.should_save else None
-            )
-            failure = self._build_checkpoint(model, trial, later)
-            best = self.state.best_model_checkpoint
-            if best is not None and Path(best) == built:
-                self.state.best_model_checkpoint = os.path.join(run_name, name)
-            agree(engine.comm, lambda: self._finish_small_files(built, failure))
-            self._commit_checkpoint(built, final, engine.comm, later)
+            agree(engine.comm, lambda: _clear(final.parent) if writes else None)
+            with built_aside(final, engine.comm, writes, later) as construction:
+                self._build_checkpoint(model, trial, later)
+                best = self.state.best_model_checkpoint
+                if best is not None and Path(best) == construction.folder:
+                    self.state.best_model_checkpoint = os.path.join(run_folder, final.name)
+                if writes:  # again, as the path of the best model in it may be this folder
+                    self.state.save_to_json(str(construction.folder / TRAINER_STATE_NAME))
+                construction.sums.append(self._saved.sums)
+                construction.afterwards = functools.partial(
+                    rotate_checkpoints,
+                    output_dir=str(final.parent),
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                    use_mtime=True,
+                )
         if self.args.push_to_hub:
             self.accelerator.saves.wait()  # an upload reads the finished folder
             super()._push_from_checkpoint(str(final))
 
-    def _build_checkpoint(self, model: nn.Module, trial: Any, later: Later | None) -> Exception | None:
-        """Have Trainer save where the checkpoint is built; returns why this rank alone could not."""
+    def _build_checkpoint(self, model: nn.Module, trial: Any, later: Later | None) -> None:
+        """Have Trainer save where the checkpoint is built."""
         self._under_construction, self._later = True, later
         try:
             super()._save_checkpoint(model, trial)
-        except ZeroError:
-            raise  # the same on all ranks
-        except (OSError, RuntimeError) as error:
-            return error
         finally:
             self._under_construction, self._later = False, None
-        return None
-
-    def _finish_small_files(self, built: Path, failure: Exception | None) -> None:
-        with naming(built):
-            if failure is not None:
-                raise failure
-            if self.args.should_save:  # again: the path of the best model in it may be this folder
-                self.state.save_to_json(str(built / TRAINER_STATE_NAME))
-
-    def _commit_checkpoint(self, built: Path, final: Path, comm: Communicator, later: Later | None) -> None:
-        """Give the checkpoint its name, now or when it is written; what the thread needs is taken along."""
-        sums, writes = self._saved.sums, self.args.should_save
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        if later is not None:
-            comm, later.folder = later.comm, str(final)
-        perform(lambda: agree(comm, lambda: _commit(built, final, sums, limit, best) if writes else None), later)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._under_construction:
@@ -139,14 +128,15 @@ class ZeroCheckpointMixin:
         """As `Trainer.train`; `True` resumes from the newest checkpoint that is complete and undamaged."""
         self.accelerator.saves.wait()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(newest_committed(Path(self.args.output_dir)))
+            # A node that has files of its own reads all of them.
+            nodes = (self.args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            share = nodes if self.args.save_on_each_node else None
+            folder = newest_committed(Path(self.args.output_dir), self.args.should_save, share)
+            resume_from_checkpoint = str(folder)
         elif isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             folder = Path(resume_from_checkpoint)
-            if committed.is_committed(folder):
-                committed.check_files(folder)
-            elif folder.is_dir():
-                logger.warning(f"{folder} has no {committed.MARKER} file: whether it is complete cannot be checked")
+            agree(Communicator(peer_memory=False), lambda: _check_given(folder))
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
@@ -204,48 +194,58 @@ class ZeroCheckpointMixin:
             super()._load_best_model()
 
 
-def _commit(built: Path, final: Path, sums: committed.Sums, limit: int | None, best: str | None) -> None:
-    """Mark a folder as complete, give it its name, and remove checkpoints beyond the limit."""
-    with naming(built):
-        committed.write_marker(built, sums)
-    committed.place(built, final)
-    built.parent.rmdir()
-    rotate_checkpoints(
-        output_dir=str(final.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-    )
+def _clear(run_folder: Path) -> None:
+    """Give what an earlier run has completed its name, and remove what it has left torn."""
+    committed.finish_run(run_folder)
+    for folder in committed.torn_folders(run_folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_committed(run_folder: Path) -> Path:
-    """The newest checkpoint that is complete and undamaged; a collective. Names the ones that are skipped.
+def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, int] | None = None) -> Path:
+    """The newest checkpoint that is complete and undamaged on all ranks; a collective. Names the ones it skips.
 
-    Raises ZeroCheckpointError where there is none.
+    `is_main` says that this rank may rename what was complete when a run was killed, and `share`, as (number, of how
+    many), which tensors it reads: its own rank's, or those of its node, where each has a folder of its own. Raises
+    ZeroCheckpointError where there is none.
     """
-    comm = Communicator()
-    if comm.rank == 0:
-        committed.finish_interrupted(run_folder)
-    comm.barrier()
+    comm = Communicator(peer_memory=False)
+    found: list[int] = []
+    agree(comm, lambda: committed.finish_run(run_folder) if is_main else None)
+    agree(comm, lambda: found.extend(committed.steps_in(run_folder)))
     skipped = [f"{folder} (torn: the run ended while it was written)" for folder in committed.torn_folders(run_folder)]
-    found = None
-    for folder in committed.step_folders(run_folder):
+    steps = comm.all_gather_object(found)
+    newest = None
+    for step in sorted(set().union(*steps), reverse=True):
+        folder = committed.step_folder(run_folder, step)
+        lacking = [rank for rank, theirs in enumerate(steps) if step not in theirs]
         try:
-            agree(comm, lambda folder=folder: _check(folder, comm))
+            if lacking:
+                raise ZeroCheckpointError(f"rank(s) {lacking} of {comm.world_size} do not have it")
+            agree(comm, lambda folder=folder: _check(folder, *(share or (comm.rank, comm.world_size))))
         except ZeroCheckpointError as error:
             skipped.append(f"{folder} ({error})")
         else:
-            found = folder
+            newest = folder
             break
     if comm.rank == 0:
         for line in skipped:
             logger.warning(f"skipped {line}")
-    if found is None:
+    if newest is None:
         raise ZeroCheckpointError(
             f"no complete checkpoint in {run_folder}" + "".join(f"; skipped {line}" for line in skipped)
         )
-    return found
+    return newest
 
 
-def _check(folder: Path, comm: Communicator) -> None:
-    if not committed.is_committed(folder):
-        raise ZeroCheckpointError(f"torn, or not written by hf_zero: it has no {committed.MARKER} file")
-    committed.check_files(folder)
-    committed.check_tensors(folder, comm.rank, comm.world_size)
+def _check_given(folder: Path) -> None:
+    if committed.is_committed(folder):
+        committed.check_files(folder)
+    elif folder.is_dir():
+        logger.warning(f"{folder} has no {committed.MARKER} file: whether it is complete cannot be checked")
+    else:
+        raise ZeroCheckpointError(f"{folder} does not exist")
+
+
+def _check(folder: Path, share: int, shares: int) -> None:
+    committed.check_complete(folder)
+    committed.check_tensors(folder, share, shares)
