@@ -14,6 +14,7 @@ from hf_zero.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.masters import Piece
 from hf_zero.pending import NAMELESS, Message, Pending
 from hf_zero.placement import Placement, Placements
+from hf_zero.recipe import heap
 
 
 class FlatBuffer:
@@ -78,9 +79,12 @@ class FlatBuffer:
             self.pieces[0].values.copy_(owned)
         elif self.sharded:
             self.frozen_rest = owned.to(rest_dtype, copy=True)
+        freed = owned.nbytes
+        del owned
         self._point_parameters()
         if self.sharded:
             self.release()
+            heap.has_freed(freed)
 
     def _read_slice(self, sources: Sequence[deferred.Source], device: torch.device) -> Tensor:
         """This rank's slice of parameters whose values are still in files."""
