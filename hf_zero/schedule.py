@@ -106,8 +106,9 @@ class Schedule:
         """Install the hooks of the modules; the handles undo it."""
         handles = []
         for module, point in points:
-            pre = Hook(self._pre_forward_hook, point)
-            post = Hook(self._post_forward_hook, point)
+            # A compiled module calls its hooks, too: the compiler must not look into them.
+            pre = Hook(torch.compiler.disable(self._pre_forward_hook), point)
+            post = Hook(torch.compiler.disable(self._post_forward_hook), point)
             handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(post, always_call=True))
         return handles
