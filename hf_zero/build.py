@@ -29,13 +29,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS_PER_UNIT = 64
 
 
+WHOLE_MODEL_COMPILED = (
+    "torch.compile of the whole model is not supported, as weights are gathered between layers: compile the layers "
+    "(`for layer in model.model.layers: layer.compile()`, before or after this call)"
+)
+
+
 def check_model(model: nn.Module, device: torch.device | None) -> None:
-    """Raise ValueError for a model that is wrapped for data parallelism, or has no values (unless on meta)."""
+    """Raise ValueError for a model that is wrapped, compiled, or without values (unless it is to stay on meta)."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}, and hf_zero takes its place: pass the model inside "
             "(`model.module`)"
         )
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        raise ValueError(f"{WHOLE_MODEL_COMPILED}; pass the model itself")
     empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if empty is not None and (device is None or device.type != "meta"):
         raise ValueError(

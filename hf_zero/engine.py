@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,17 @@ from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
+from hf_zero.hooks import Hook
 from hf_zero.loss_scale import LossScaler
-from hf_zero.model_folder import ZeroPretrainedMixin
+from hf_zero.model_folder import MEETING_SECONDS
 from hf_zero.optimizer import Binding, adopt, gather_states, named_state, repack, take_named_state
 from hf_zero.order import HookPoint
 from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
-from hf_zero.schedule import Hook, Schedule
+from hf_zero.prepared import attach, detach
+from hf_zero.schedule import Schedule
 from hf_zero.step import StepControl
 from hf_zero.unit import Unit, raise_on_access
-
-
-class ZeroModuleMixin:
-    """Added to the class of a prepared model, whose name and type checks stay as they were."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        engine = engine_of(self)
-        if engine is not None:
-            engine.zero_grad()
-        else:
-            super().zero_grad(set_to_none)
 
 
 class ZeroEngine:
@@ -127,7 +119,7 @@ class ZeroEngine:
         if self.param_dtype is not None:
             cast = Hook(self._cast_inputs)
             self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        _attach(model, self)
+        attach(model, self)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is an ordinary module without an engine."""
@@ -231,6 +223,39 @@ class ZeroEngine:
         self.masters = repack(self.bindings, self.buffers, whole)
         self.schedule.units_changed()
 
+    # -- conversions and copies -------------------------------------------------------------------------------------
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Do to buffers and parameters what `function` does to a tensor (`model.to`); masters stay as they are.
+
+        Raises ValueError where it would move parameters, or give them more precision than their masters have.
+        """
+        dtypes = {}
+        for buffer in self.buffers:
+            sample = function(torch.empty(0, dtype=buffer.dtype, device=self.device))
+            buffer.check_conversion(sample)
+            dtypes[buffer] = sample.dtype
+        for module in self.model.modules():
+            module._buffers.update({k: function(value) for k, value in module._buffers.items() if value is not None})
+            for param in module.parameters(recurse=False):
+                if not access.is_prepared(param):  # was added since
+                    param.data = function(param.data)
+        if any(buffer.dtype != dtype for buffer, dtype in dtypes.items()):
+            self.before_load()
+            for unit in self.units:
+                unit.cast(dtypes)
+
+    def copy_parameters(self, memo: dict) -> None:
+        """Put ordinary copies of all parameters into the memo of `copy.deepcopy`, a unit at a time; a collective."""
+        missing = {unit: [param for param in unit.params if id(param) not in memo] for unit in self.units}
+        if any(unit.sharded and params for unit, params in missing.items()):
+            self.comm.meet("copying the model", MEETING_SECONDS)
+        for unit, params in missing.items():
+            if params:
+                with unit.readable():
+                    for param in params:
+                        copy.deepcopy(param, memo)
+
     # -- the training loop ----------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
@@ -266,9 +291,7 @@ class ZeroEngine:
             unit.dissolve()
         if self.comm.monitor is not None:
             self.comm.monitor.stop()
-        model = self.model
-        del model.__dict__["_zero_engine"]
-        model.__class__ = type(model).__bases__[-1]
+        detach(self.model)
 
     def zero_grad(self) -> None:
         for master in self.masters:
@@ -333,15 +356,6 @@ class ZeroEngine:
                 if not unit.sharded:
                     unit.unshard()
             self.comm.settle()
-
-
-def _attach(model: nn.Module, engine: ZeroEngine) -> None:
-    model.__dict__["_zero_engine"] = engine
-    base = type(model)
-    if not issubclass(base, ZeroModuleMixin):
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        mixins = (ZeroPretrainedMixin, ZeroModuleMixin) if hasattr(base, "save_pretrained") else (ZeroModuleMixin,)
-        model.__class__ = type(base.__name__, (*mixins, base), names)
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

@@ -141,6 +141,32 @@ class FlatBuffer:
     def allocate(self) -> None:
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
+    def check_conversion(self, sample: Tensor) -> None:
+        """Raises ValueError where parameters cannot become what a tensor of them has become."""
+        if (
+            sample.device != self.full.device
+            or torch.promote_types(sample.dtype, self.master_dtype) != self.master_dtype
+        ):
+            raise ValueError(
+                f"cannot make a prepared parameter of {self.dtype} on {self.full.device} one of {sample.dtype} on "
+                f"{sample.device}: hf_zero owns its storage, and its master is one of {self.master_dtype}. Convert or "
+                "move the model before it is prepared"
+            )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Have the values in `dtype` from here on, made from what is kept at rest; a collective."""
+        self.dtype = dtype
+        if self.rest():
+            self.full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.full.device)
+            if not self.sharded:
+                self.gather().wait()
+                self.comm.settle(self.message)
+        else:
+            self.full = self.full.to(dtype)
+        self._point_parameters()
+        if self.sharded:
+            self.release()
+
     def detach_parameters(self) -> None:
         """Give each parameter a tensor of its own, in the dtype it came with; a collective."""
         if self.rest() and self.original_dtype != self.dtype:

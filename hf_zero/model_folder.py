@@ -26,7 +26,7 @@ from hf_zero.unit import gathered_parameters
 
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
 WriteRest = Callable[[str, dict[str, Tensor]], None]
-_MEETING_SECONDS = 60.0
+MEETING_SECONDS = 60.0  # for all ranks to make a call that gathers the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def save_folder(
     the folder besides sharded weights. Weights have the dtype that the model computes in, or (`compute_dtype=False`)
     fp32. Of a model with adapters only these are saved.
     """
-    comm.meet("saving the model", _MEETING_SECONDS)
+    comm.meet("saving the model", MEETING_SECONDS)
     write_rest = functools.partial(_as_writer, model, write_rest)
     choose = _adapter_choice(model, adapters)
     if choose is not None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero import access
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.gradients import GradientBuffer
+from hf_zero.hooks import Hook, NoHook
 from hf_zero.order import ForwardOrder, HookPoint
 from hf_zero.outputs import find_tensors
 from hf_zero.unit import Unit, UnitState
@@ -62,17 +63,6 @@ class Limits:
     reuse: int = 0  # kept after forward if used again before this many others
 
 
-class Hook(functools.partial):
-    """A hook that stays behind when its module is copied: the copy is an ordinary module."""
-
-    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
-        return _no_hook
-
-
-def _no_hook(*_args: object, **_kwargs: object) -> None:
-    """What a copied module has in the place of a hook."""
-
-
 def in_backward() -> bool:
     """Whether autograd is running: forward hooks then belong to a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -87,8 +77,8 @@ class Schedule:
         self.reduce_every_microbatch = reduce_every_microbatch
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
-        self.before_forward: Callable[[], None] = _no_hook
-        self.before_backward: Callable[[], None] = _no_hook
+        self.before_forward: Callable[[], None] = NoHook()
+        self.before_backward: Callable[[], None] = NoHook()
         self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
         self._reducing: deque[GradientBuffer] = deque()
         self._order = ForwardOrder()

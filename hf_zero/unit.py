@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero import access
@@ -163,6 +164,28 @@ class Unit:
             for buffer in self.buffers:
                 buffer.adopt_writes()
         self._touched = False
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, the values are there to be read; then the unit rests again if it did before. A collective."""
+        resting = self.state is UnitState.RESTING
+        self.unshard()
+        try:
+            yield
+        finally:
+            if resting:
+                self.reshard()
+
+    def cast(self, dtypes: Mapping[FlatBuffer, torch.dtype]) -> None:
+        """Give each buffer's values the dtype named; what is kept at rest stays as it is. A collective."""
+        if self.holds:
+            raise ValueError("the model cannot be cast inside gathered_parameters()")
+        if not self.sharded:
+            self.unshard()
+        self.adopt_writes()
+        for buffer in self.buffers:
+            if buffer.dtype != dtypes[buffer]:
+                buffer.cast(dtypes[buffer])
 
     def dissolve(self) -> None:
         """Give every parameter whole values of its own again, as plain `nn.Parameter`."""

@@ -1,4 +1,4 @@
-"""torch.compile of layers, in both ways in which people write it, trains as DDP does; of whole models it is refused."""
+"""torch.compile of layers, in both ways in which people write it, trains as DDP does; whole models are refused."""
 
 import functools
 import shutil
@@ -13,6 +13,7 @@ from tests import zoo
 from tests.harness import distributed
 from tests.nets import WIDTH, Block, Net, batches, micro, seeded
 from tests.reference import ADAMW, SGD, Plan, check_stages, train_zero
+from tests.trainers import forget_accelerate
 
 
 # Compilation takes its time on a busy machine.
@@ -27,6 +28,10 @@ def _by_forward(layer, backend):
     layer.forward = torch.compile(layer.forward, backend=backend)
 
 
+def _by_wrapping(layer, backend):
+    return torch.compile(layer, backend=backend)
+
+
 WAYS = pytest.mark.parametrize("compile_layer", [_by_module, _by_forward])
 
 
@@ -36,14 +41,14 @@ def _compiling(build, compile_layer, backend="eager"):
     def compiled():
         torch.compiler.reset()
         model = build()
-        for layer in model.layers:
-            compile_layer(layer, backend)
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = compile_layer(layer, backend) or layer
         return model
 
     return compiled
 
 
-@WAYS
+@pytest.mark.parametrize("compile_layer", [_by_module, _by_forward, _by_wrapping])
 @distributed(world_size=2, timeout=TIMEOUT)
 def test_layers_compiled_before_prepare(compile_layer):
     build = _compiling(seeded(Net), compile_layer)
@@ -124,3 +129,37 @@ def test_decoder_layers_of_transformers(checkpointing):
         return model
 
     check_stages(build, functools.partial(zoo.batch, "llama"), stages=(1, 3), exact=False)
+
+
+REFUSAL = r"whole model is not supported.*layer\.compile\(\).*pass the model itself"
+
+
+def _compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compile_model", [functools.partial(torch.compile, backend="eager"), _compiled_in_place])
+@distributed(world_size=2)
+def test_a_compiled_model_is_refused(compile_model):
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match=REFUSAL):
+            hf_zero.shard(compile_model(seeded(Net)()), None, {"zero_stage": stage})
+        forget_accelerate()
+        accelerator = hf_zero.ZeroAccelerator(cpu=True, zero_plugin=hf_zero.ZeroPlugin(zero_stage=stage))
+        model = seeded(Net)()
+        with pytest.raises(ValueError, match=REFUSAL):
+            accelerator.prepare(compile_model(model), SGD(model.parameters()))
+        with torch.device("meta"):
+            empty = Net()
+        with pytest.raises(ValueError, match=r"meta device.*zero_init"):
+            accelerator.prepare(empty)
+
+
+@distributed(world_size=2)
+def test_a_prepared_model_refuses_to_be_compiled():
+    model = seeded(Net)()
+    hf_zero.shard(model, None, {"zero_stage": 3})
+    with pytest.raises(ValueError, match=r"whole model is not supported.*layer\.compile\(\)"):
+        model.compile(backend="eager")
+    model.layers[0].compile(backend="eager")

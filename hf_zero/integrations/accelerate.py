@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_zero import access, grad_norm, saving
 from hf_zero.background import BackgroundSaves
+from hf_zero.build import WHOLE_MODEL_COMPILED, check_model
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
     Claim,
@@ -177,15 +178,15 @@ class ZeroAccelerator(Accelerator):
             return model
         config = self.zero_plugin.config_for(model)
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ZeroConfigError(
-                "torch.compile of the whole model is not supported: compile the decoder layers instead"
-            )
-        if engine is not None:
-            engine.undo()  # it was prepared for evaluation only, and now it is to be trained
-        model._is_accelerate_prepared = False  # the same, at stages that leave an evaluated model alone
+            raise ZeroConfigError(f"{WHOLE_MODEL_COMPILED}, and leave the setting out")
         # A model that is explicitly put on the device for evaluation stays whole: ranks call reward models unevenly.
         shards_weights = STAGES[config.zero_stage].parameter is Placement.SHARDED
         stays_whole = evaluation_mode and (not shards_weights or device_placement is True)
+        if not stays_whole:
+            check_model(model, self.device)
+        if engine is not None:
+            engine.undo()  # it was prepared for evaluation only, and now it is to be trained
+        model._is_accelerate_prepared = False  # the same, at stages that leave an evaluated model alone
         # No rank puts a model on its device whose weights are sharded; otherwise accelerate does as it always does.
         sharded = shards_weights and self.num_processes > 1 and not stays_whole
         placement = False if sharded else device_placement
