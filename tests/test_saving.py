@@ -113,7 +113,7 @@ def test_every_stage_writes_the_masters_in_fp32_where_asked(tmp_path, stage):
 
 @distributed(world_size=2)
 def test_a_save_on_one_rank_raises_and_names_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_zero.model_folder._MEETING_SECONDS", 0.5)
+    monkeypatch.setattr("hf_zero.model_folder.MEETING_SECONDS", 0.5)
     model = zoo.build("llama")
     hf_zero.shard(model, None, {"zero_stage": 3})
     if dist.get_rank() == 0:
