@@ -115,30 +115,37 @@ def _launch(name, args, kwargs, world_size, timeout):
 
 def _collect(name, pipes, processes, folder, timeout):
     """Wait until every rank has returned a value; the first failure, death or the time limit fails the test."""
-    world_size, results, deadline = len(pipes), {}, time.monotonic() + timeout
-    while len(results) < world_size:
-        silent = [rank for rank in range(world_size) if rank not in results]
+    world_size, results, errors, deadline = len(pipes), {}, {}, time.monotonic() + timeout
+    while len(results) + len(errors) < world_size:
+        silent = [rank for rank in range(world_size) if rank not in results and rank not in errors]
         ready = wait([pipes[rank] for rank in silent], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not ready and not errors:
             _fail_silent(name, silent, processes, folder, timeout)
         # When one rank fails, its peers fail a moment later with a broken connection: look at all that have arrived
         # and blame the earliest. A death comes before the errors that it causes.
-        errors = []
         for rank in silent:
             if pipes[rank] not in ready:
                 continue
             try:
                 moment, failure, payload = pickle.loads(pipes[rank].recv_bytes())
             except (EOFError, ConnectionError):
-                errors.append((0.0, rank, None))
-                continue
-            if failure is None:
+                moment, failure, payload = 0.0, None, None
+            if payload is not None:
                 results[rank] = pickle.loads(payload)
             else:
-                errors.append((moment, rank, failure))
-        if errors:
-            _fail_rank(name, *min(errors)[1:], processes)
+                errors[rank] = moment, failure
+        if errors and (not ready or not all(_blames_a_peer(failure) for _, failure in errors.values())):
+            break
+        if errors:  # a rank that dies closes its connections first: the one to blame is on its way
+            deadline = min(deadline, time.monotonic() + GOODBYE)
+    if errors:
+        rank = min(errors, key=lambda rank: errors[rank][0])
+        _fail_rank(name, rank, errors[rank][1], processes)
     return [results[rank] for rank in range(world_size)]
+
+
+def _blames_a_peer(failure):
+    return failure is not None and "peer" in failure.strip().splitlines()[-1]
 
 
 def _fail_rank(name, rank, failure, processes):

@@ -86,6 +86,15 @@ def _die(folder):
     dist.all_reduce(torch.ones(1))
 
 
+def _die_slowly(folder):
+    """The connections of a process may close before its pipe does."""
+    _register(folder)
+    if dist.get_rank() == 0:
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(0.5)
+    os._exit(17)
+
+
 def _sleepy_corner(folder):
     Path(folder, "asleep").touch()
     time.sleep(3600)
@@ -115,7 +124,7 @@ def trouble(tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(stores))
         with pytest.raises(pytest.fail.Exception) as caught:
             run_ranks(body, str(pids), world_size=2)
-        assert list(stores.iterdir()) == []
+        assert list(stores.glob("ranks-*")) == []
         written = [int(pid) for file in pids.iterdir() for pid in file.read_text().split()]
         assert len(written) == 4
         assert not [pid for pid in written if _lives(pid)]
@@ -129,6 +138,7 @@ def trouble(tmp_path, monkeypatch):
     [
         (_fail, ["rank 1 of 2 failed", "ArithmeticError: seven is not eight", "in _fail"]),
         (_die, ["rank 1 of 2 died without a report", "exit code 17"]),
+        (_die_slowly, ["rank 1 of 2 died without a report", "exit code 17"]),
         (_return_what_cannot_travel, ["rank 1 of 2 failed", "pickle"]),
     ],
 )
