@@ -1,0 +1,229 @@
+"""Runs a program once per rank, each alone in this process, and records what it would enqueue.
+
+The ranks meet in process groups of the backend "recorded", which takes the code path of NCCL: a collective returns at
+once and a wait holds up the device, not the host. Engines can be told to move values as gloo's do instead, by messages
+or by reading other ranks' memory. No values come from other ranks: a gather repeats this rank's slice, a reduction
+counts it as everybody's. So a program must not decide by values where ranks have to agree, unless they decide alike on
+their own values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero
+from hf_zero.comm import Communicator
+from hf_zero.engine import ZeroEngine
+from hf_zero.peer_transport import PeerTransport
+from hf_zero.pending import NAMELESS, Deliver, Message, Pending
+from tests.support.device_log import DeviceLog, Work
+from tests.support.happens_before import Log
+
+
+def record(program: Callable[[Recording], None], world_size: int = 2, device: str = "cpu") -> list[Log]:
+    """Run `program` as each of `world_size` ranks; what each has enqueued, in rank order.
+
+    Collectives take tensors of `device` only, as NCCL's take no memory of the host: RuntimeError for others.
+    """
+    return [_record_rank(program, rank, world_size, device) for rank in range(world_size)]
+
+
+def _record_rank(program: Callable[[Recording], None], rank: int, world_size: int, device: str) -> Log:
+    assert Recording.current is None, "one recording at a time"
+    recording = Recording.current = Recording(device)
+    excepthook = sys.excepthook  # torch wraps it once more for every default group
+    try:
+        dist.init_process_group("recorded", store=dist.HashStore(), rank=rank, world_size=world_size)
+        with recording.open():
+            program(recording)
+    finally:
+        Recording.current, sys.excepthook = None, excepthook
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return recording.log
+
+
+class Recording(DeviceLog):
+    """One rank, for the program that it runs."""
+
+    current: Recording | None = None  # of this process: torch makes process groups without arguments of ours
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+
+    def shard(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        transport: str = "nccl",
+        **config: object,
+    ) -> ZeroEngine:
+        """`hf_zero.shard`, with collectives whose log says what they carry.
+
+        `transport` is how values move: "nccl" (collectives), "messages" (gloo's) or "reads" (of other ranks' memory).
+        """
+        zero = hf_zero.ZeroConfig(**config)
+        comm = NamingCommunicator(self, transport, group, deterministic=zero.deterministic_reduce)
+        return hf_zero.shard(model, optimizer, zero, group=comm, device=self.device)
+
+
+# -- process groups --------------------------------------------------------------------------------------------------
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """A process group of one process, which plays one of its ranks."""
+
+    def __init__(self, recording: Recording, name: str, rank: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(rank, len(ranks))
+        self.recording, self.name, self.ranks = recording, name, ranks
+
+    @property
+    def group_name(self) -> str:
+        return self.name
+
+    def getBackendName(self) -> str:
+        return "recorded"
+
+    def _run(
+        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], values: Callable[[], object]
+    ) -> Work:
+        if strangers := {tensor.device for tensor in (*inputs, *outputs)} - {self.recording.device}:
+            raise RuntimeError(f"{kind} of tensors on {strangers}: this group's are on {self.recording.device}")
+        with torch.no_grad(), self.recording.paused():
+            work = self.recording.launch(self.name, kind, self.ranks, inputs, outputs)
+            values()
+        return work
+
+    def _message(self, source: int, target: int, tag: int, outgoing: list[Tensor], incoming: list[Tensor]) -> Work:
+        # Messages of other tags, and those the other way, do not wait for each other.
+        channel = f"{self.name}: {source} to {target}, tag {tag}"
+        ends = (self.ranks[source], self.ranks[target])
+        return self.recording.launch(channel, "message", ends, outgoing, incoming, tagged=True)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
+        return self._message(self.rank(), target, tag, tensors, [])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        with torch.no_grad(), self.recording.paused():
+            tensors[0].zero_()
+        return self._message(source, self.rank(), tag, [], tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
+        slices = output.chunk(self.size())
+        return self._run("all-gather", [input], [output], lambda: [slice_.copy_(input) for slice_ in slices])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
+        own = input.chunk(self.size())[self.rank()]
+        return self._run("reduce-scatter", [input], [output], lambda: torch.mul(own, self.size(), out=output))
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> Work:
+        own = inputs[self.rank()]
+        return self._run("all-to-all", inputs, outputs, lambda: [output.copy_(own) for output in outputs])
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> Work:
+        factor = self.size() if opts.reduceOp == dist.ReduceOp.SUM else 1
+        return self._run("all-reduce", tensors, tensors, lambda: [tensor.mul_(factor) for tensor in tensors])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> Work:
+        # Only for objects, which torch copies to and from the device by itself.
+        ((outputs,), (input,)) = (outputs, inputs)
+        return self._run("gather of objects", [], [], lambda: [output.copy_(input) for output in outputs])
+
+    def broadcast(self, tensors: list[Tensor], opts: object = None) -> Work:
+        return self._run("broadcast", tensors, tensors, lambda: None)
+
+    def barrier(self, opts: object = None) -> Work:
+        return self._run("barrier", [], [], lambda: None)
+
+
+def _make_group(options: object, _backend_options: object) -> RecordedGroup:
+    recording = Recording.current
+    assert recording is not None, "process groups of this backend exist inside `record` only"
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return RecordedGroup(recording, options.group_id, options.group_rank, ranks)
+
+
+dist.Backend.register_backend("recorded", _make_group, extended_api=True, devices=["cpu"])
+
+
+class RecordedPeers:
+    """In the place of `PeerMemory`: the ranks meet twice for an offer, as all have made it and as all have read."""
+
+    def __init__(self, recording: Recording, group: RecordedGroup) -> None:
+        self._recording, self._name, self._members = recording, group.name, group.ranks
+        self.ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+        # (kind, tag) -> offers, oldest first: when all have made it, own memory, whose memory this rank has to read
+        self._offers: dict[tuple[int, int], deque[tuple[Work, list[Tensor], set[int]]]] = defaultdict(deque)
+        self._returns: dict[tuple[int, int], list[Work]] = defaultdict(list)
+        self._lent: list[object] = []  # memory lives until the others have read it, which is never known here
+
+    def _meet(self, what: str, kind: int, tag: int, memory: list[Tensor]) -> Work:
+        return self._recording.launch(
+            f"{self._name}: {what} {kind}, tag {tag}", what, self._members, memory, tagged=True
+        )
+
+    def offer(self, kind: int, tag: int, memory: dict[int, Sequence[Tensor]]) -> None:
+        tensors = [tensor for tensors in memory.values() for tensor in tensors]
+        self._lent.append(memory)
+        self._offers[kind, tag].append((self._meet("offer", kind, tag, tensors), tensors, set(self.ranks)))
+
+    def expect(self, kind: int, tag: int) -> None:
+        self._offers[kind, tag][0][0].wait()
+
+    def read(self, peer: int, kind: int, tag: int, target: Tensor, start: int = 0) -> None:
+        with torch.no_grad(), self._recording.paused():
+            target.zero_()
+        self._recording.touch("a read of a peer", target)
+
+    def give_back(self, peer: int, kind: int, tag: int) -> None:
+        _, tensors, unread = self._offers[kind, tag][0]
+        unread.remove(peer)
+        if not unread:
+            self._offers[kind, tag].popleft()
+            self._returns[kind, tag].append(self._meet("return", kind, tag, tensors))
+
+    def settle(self, kind: int, tag: int | None = None) -> None:
+        for key, works in self._returns.items():
+            if key[0] == kind and tag in (None, key[1]):
+                for work in works:
+                    work.wait()
+                works.clear()
+
+
+class NamingCommunicator(Communicator):
+    """A communicator that tells the recording what its collectives carry."""
+
+    def __init__(
+        self, recording: Recording, transport: str, group: dist.ProcessGroup | None, **options: object
+    ) -> None:
+        super().__init__(group, **options)
+        self._recording = recording
+        if transport == "messages":
+            self.backend = "gloo"
+        elif transport == "reads":
+            self._peers = PeerTransport(self.rank, RecordedPeers(recording, self._group))
+
+    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
+        with self._recording.carrying(what.name):
+            return super().all_gather(flat, what, rest)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+        with self._recording.carrying(what.name):
+            return super().reduce_scatter(parts, deliver, what)
+
+    def all_reduce(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+        with self._recording.carrying(what.name):
+            return super().all_reduce(parts, deliver, what)
