@@ -108,7 +108,7 @@ class ZeroEngine:
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self.refresh_structure
-        self.schedule.before_backward = self.comm.prepare_reductions
+        self.schedule.before_backward = self._before_backward
         self._points = []
         for hook in hooks:
             units = [made[plan] for plan in hook.units]
@@ -165,7 +165,7 @@ class ZeroEngine:
         self.bindings.append(binding)
         self.masters = repack(self.bindings, self.buffers, states)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
-        optimizer.register_step_post_hook(lambda *_: self.after_step())
+        optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer))
 
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer."""
@@ -176,6 +176,9 @@ class ZeroEngine:
 
     def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         return next(binding for binding in self.bindings if binding.optimizer is optimizer)
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+        return {param for params in self._binding_of(optimizer).groups for param in params}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
         """What `optimizer.state_dict()` answers; a collective."""
@@ -294,13 +297,14 @@ class ZeroEngine:
         detach(self.model)
 
     def zero_grad(self) -> None:
-        for master in self.masters:
-            master.grad = None
-        self.drop_local_gradients()
+        for gradient in self._gradients():
+            gradient.forget()
 
-    def drop_local_gradients(self) -> None:
-        """Forget sums of micro-batches that were not reduced yet."""
-        self.schedule.drop_gradients()
+    def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what its masters do not show: sums of micro-batches that were not reduced yet."""
+        held = self._held_by(optimizer)
+        for gradient in self._gradients():
+            gradient.drop_sums(held)
 
     def _gradients(self) -> list[GradientBuffer]:
         return [gradient for unit in self.units for gradient in unit.gradients]
@@ -318,6 +322,10 @@ class ZeroEngine:
         """Whether the last optimizer step was left out because a gradient was inf or nan."""
         return self.control.skipped
 
+    def _before_backward(self) -> None:
+        self.comm.prepare_reductions()
+        self.control.gradients_changed()
+
     def _finish_reductions(self) -> None:
         # A step right after no_sync(): what was summed locally is reduced now.
         if self.schedule.has_local_gradients:
@@ -333,9 +341,9 @@ class ZeroEngine:
             unit.adopt_writes()
         self.before_load()
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The masters have stepped: bring up to date whatever holds casts of them."""
-        self.control.after(self._gradients())
+        self.control.after(optimizer, self._held_by(optimizer), self._gradients())
         self.after_load()
 
     def before_load(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,10 @@ class GradientBuffer:
                 if span.index not in self.used:
                     yield piece, span.offset, span.offset + span.numel
 
+    def mark_stepped(self, held: Set[nn.Parameter]) -> None:
+        """An optimizer has stepped the parameters `held`: whether they get a gradient is noted afresh."""
+        self.used = {index for index in self.used if self.buffer.params[index] not in held}
+
     def end_backward(self) -> None:
         self._arrived.clear()
         self.complete = False
@@ -157,3 +161,19 @@ class GradientBuffer:
         self._flat, self._rooms = None, ()
         self._sums.clear()
         self.end_backward()
+
+    def drop_sums(self, held: Set[nn.Parameter]) -> None:
+        """Forget what was collected for the parameters `held`."""
+        for index, param in enumerate(self.buffer.params):
+            if param in held:
+                self._sums.pop(index, None)
+                self.used.discard(index)
+        if not self._sums:
+            self._flat, self._rooms = None, ()
+
+    def forget(self) -> None:
+        """Leave the parameters as if they had got no gradient since the last step."""
+        self.drop()
+        self.used.clear()
+        for piece in self.buffer.pieces:
+            piece.weight.grad = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -46,21 +48,33 @@ class Untouched:
     """Keeps an optimizer step from changing parameters that got no gradient at all, as torch skips a `grad` of None.
 
     A flat tensor cannot leave elements out of a step (weight decay and momentum would move them), so their weights and
-    state are put aside before it and put back after it. The step count is that of all.
+    state are put aside before it and put back after it; state that the step has made anew is cleared. The step count
+    is that of all. Whether another rank sent a gradient is left to the device, for which the host need not wait.
     """
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._saved: list[tuple[Piece, int, int, Tensor, dict[str | None, Tensor]]] = []
 
     def put_aside(self, piece: Piece, state: dict[str, object], start: int, stop: int) -> None:
-        """Note elements [start, stop), counted in the piece, unless some rank sent a gradient for them."""
-        if piece.weight.grad is None or piece.weight.grad[start:stop].any():
+        """Note elements [start, stop), counted in the piece, for the case that no rank sent a gradient for them."""
+        if piece.weight.grad is None:
             return
-        flats = [value for value in state.values() if isinstance(value, Tensor) and value.shape == piece.weight.shape]
-        for flat in [piece.values, *flats]:
-            self._saved.append((flat[start:stop], flat[start:stop].clone()))
+        sent = piece.weight.grad[start:stop].any()
+        values = {kind: flat[start:stop].clone() for kind, flat in _flats(piece, state)}
+        self._saved.append((piece, start, stop, sent, values))
 
-    def put_back(self) -> None:
-        for target, value in self._saved:
-            target.copy_(value)
+    def put_back(self, states: Mapping[Tensor, dict[str, object]]) -> None:
+        """Undo what the step has done to them; `states` is the optimizer's state now."""
+        for piece, start, stop, sent, values in self._saved:
+            for kind, flat in _flats(piece, states.get(piece.weight, {})):
+                now = flat[start:stop]
+                now.copy_(torch.where(sent, now, values.get(kind, torch.zeros_like(now))))
         self._saved.clear()
+
+
+def _flats(piece: Piece, state: dict[str, object]) -> Iterator[tuple[str | None, Tensor]]:
+    """The weights of a piece (as None) and those of its optimizer state that are as long."""
+    yield None, piece.values
+    for kind, value in state.items():
+        if isinstance(value, Tensor) and value.shape == piece.weight.shape:
+            yield kind, value

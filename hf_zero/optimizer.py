@@ -25,7 +25,7 @@ class ZeroOptimizerMixin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._zero_owner.drop_local_gradients()
+        self._zero_owner.drop_gradients_of(self)
 
     def state_dict(self) -> dict:
         """As torch's, with whole tensors on the CPU, keyed by parameter name; a collective, the same on every rank."""

@@ -14,6 +14,7 @@ last unit first; what has not arrived by the end of backward is reduced as zeros
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from hf_zero.hooks import Hook, NoHook
 from hf_zero.order import ForwardOrder, HookPoint
 from hf_zero.outputs import find_tensors
 from hf_zero.unit import Unit, UnitState
+
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -322,10 +326,6 @@ class Schedule:
         """Whether micro-batches have left sums that were not reduced yet."""
         return any(gradient.has_sums for gradient in self._gradients)
 
-    def drop_gradients(self) -> None:
-        for gradient in self._gradients:
-            gradient.drop()
-
     def _reshard(self, unit: Unit) -> None:
         if not unit.holds and not unit.accessed:
             unit.reshard()
@@ -338,10 +338,18 @@ class Schedule:
                 unit.reshard()
 
     def abort(self) -> None:
-        """Forget a pass that an exception has cut off."""
+        """Forget a pass that an exception has cut off.
+
+        Of a backward pass nobody can tell what it has added to earlier ones, so all gradients since the last step go.
+        """
         while self._reducing:
             self._reducing.popleft().finish_reduce()
-        self.drop_gradients()
+        if self.phase is Phase.BACKWARD:
+            logger.warning(
+                "hf_zero: a backward pass failed: the gradients of all micro-batches since the last step are dropped"
+            )
+            for gradient in self._gradients:
+                gradient.forget()
         self._cursor = 0
         self.reshard_all()
         self.phase = Phase.IDLE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero import grad_norm
 from hf_zero.comm import Communicator
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 class StepControl:
     """Decides, the same on every rank, whether a step is applied.
+
+    All optimizers of an engine share a window: what the first of them to step after a backward pass has found holds
+    for the others too.
 
     Attributes:
         skipped: whether the last step was left out because a gradient was inf or nan.
@@ -44,8 +47,15 @@ class StepControl:
         self.skipped = False
         self.first_bad: str | None = None
         self.norm: Tensor | None = None
+        self._decided = False  # for the gradients as they are
+        self._steps = 0  # decisions so far
         self._consecutive_skips = 0
         self._untouched = Untouched()
+
+    def gradients_changed(self) -> None:
+        """What was measured and decided no longer holds."""
+        self.norm = None
+        self._decided = False
 
     def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks' gradients; a collective."""
@@ -55,45 +65,55 @@ class StepControl:
 
     def before(self, optimizer: torch.optim.Optimizer, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
         """Leave `optimizer` nothing to step where the step must be skipped, and put untouched parameters aside."""
+        if not self._decided:
+            self._decide(masters, gradients)
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for gradient in gradients:
+            for piece, start, stop in gradient.unused_spans():
+                if id(piece.weight) in stepped:
+                    self._untouched.put_aside(piece, optimizer.state.get(piece.weight, {}), start, stop)
+
+    def _decide(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
+        self._decided = True
+        self._steps += 1
         if self.checks:
             norm = self.measure(masters) if self.norm is None else self.norm
             self.skipped = not math.isfinite(norm.item())
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         if self.skipped:
-            self._skip(masters, gradients)
-            return
-        self._consecutive_skips = 0
-        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for gradient in gradients:
-            for piece, start, stop in gradient.unused_spans():
-                if id(piece.weight) in stepped:
-                    state = optimizer.state.get(piece.weight, {})
-                    self._untouched.put_aside(piece, state, start, stop)
+            self._skip(gradients)
+        else:
+            self._consecutive_skips = 0
 
-    def _skip(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
+    def _skip(self, gradients: list[GradientBuffer]) -> None:
         names = self.comm.all_gather_object(_first_bad(gradients))
         found = [entry for entry in names if entry is not None]
         self.first_bad = min(found)[-1] if found else None
-        for master in masters:
-            master.grad = None
+        for gradient in gradients:
+            gradient.forget()
         self._consecutive_skips += 1
+        number = self._consecutive_skips
+        where = f"the gradient of '{self.first_bad}'" if found else "the gradient norm"
         scale = "" if self.scaler is None else f"; the loss scale is now {self.scaler.scale:g}"
-        if self.comm.rank == 0:
-            logger.warning("step skipped: the gradient of '%s' is inf or nan%s", self.first_bad, scale)
-        if self._consecutive_skips >= self.max_consecutive_skips:
+        if self.comm.rank == 0 and number.bit_count() == 1:  # 1, 2, 4, 8, ...
+            run = "" if number == 1 else f" ({number} in a row)"
+            logger.warning("hf_zero: step %d skipped%s: %s is inf or nan%s", self._steps, run, where, scale)
+        if number >= self.max_consecutive_skips:
+            other = "" if self.scaler is None else ", or train in bf16, which has the range of fp32"
             raise ZeroRuntimeError(
-                f"{self._consecutive_skips} steps in a row were skipped because gradients were inf or nan, the last "
-                f"time first in '{self.first_bad}'{scale}. Lower the learning rate, look at the data of these steps, "
-                "or train in bf16 instead of fp16 (max_consecutive_skips sets this limit)"
+                f"{number} steps in a row were skipped because gradients were inf or nan, the last one (step "
+                f"{self._steps}) because {where} was{scale}. Lower the learning rate, look at the data of these "
+                f"steps{other} (max_consecutive_skips sets this limit)"
             )
 
-    def after(self, gradients: list[GradientBuffer]) -> None:
-        """The step is over: what it must not change is put back, and a new window begins."""
-        self._untouched.put_back()
-        self.norm = None
+    def after(
+        self, optimizer: torch.optim.Optimizer, held: Set[nn.Parameter], gradients: list[GradientBuffer]
+    ) -> None:
+        """`optimizer`, which holds the parameters `held`, has stepped: what it must not change is put back."""
+        self._untouched.put_back(optimizer.state)
         for gradient in gradients:
-            gradient.used.clear()
+            gradient.mark_stepped(held)
 
 
 def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:

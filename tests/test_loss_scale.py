@@ -1,5 +1,7 @@
 """fp16 and its loss scale: overflow is agreed over ranks, a skipped step changes nothing, and a run of them ends."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,13 +111,47 @@ def test_bf16_checks_too_and_may_be_told_not_to():
         assert masters(engine).isfinite().all().item() is check
 
 
+@pytest.mark.parametrize("stage", [0, 2])
 @distributed(world_size=2)
-def test_a_run_of_skips_is_an_error():
-    model, optimizer, engine = prepared(2, "fp16", max_consecutive_skips=3)
+def test_a_norm_of_earlier_micro_batches_does_not_decide(stage):
+    """A loop may log the norm after each micro-batch."""
+    model, optimizer, engine = prepared(stage, "bf16")
+    before = masters(engine)
+    x = torch.ones(2, 8)
+    for factor in (1.0, float("nan")):
+        engine.clip_grad_norm_(float("inf"))
+        engine.backward(model(x).float().sum() * factor)
+    optimizer.step()
+    assert engine.step_was_skipped and torch.equal(masters(engine), before)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@distributed(world_size=2)
+def test_a_run_of_skips_is_an_error_whose_advice_fits_the_precision(precision):
+    model, optimizer, engine = prepared(2, precision, max_consecutive_skips=3)
     for _ in range(2):
         step(model, optimizer, engine, factor=float("inf"))
-    with pytest.raises(ZeroRuntimeError, match=r"3 steps in a row were skipped.*'0.weight'.*bf16"):
+    with pytest.raises(ZeroRuntimeError, match=r"3 steps in a row were skipped.*\(step 3\).*'0.weight'") as caught:
         step(model, optimizer, engine, factor=float("inf"))
+    assert ("train in bf16" in str(caught.value)) is (precision == "fp16"), caught.value
+
+
+@distributed(world_size=2)
+def test_skipped_steps_are_named_by_number_and_a_run_of_them_is_not_repeated():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("hf_zero").addHandler(handler)
+    model, optimizer, engine = prepared(2, "fp16")
+    step(model, optimizer, engine)
+    for _ in range(6):
+        step(model, optimizer, engine, factor=float("inf"))
+    if dist.get_rank() != 0:
+        assert not lines, lines
+        return
+    starts = [line.split(":")[1] for line in lines if line.startswith("hf_zero: ")]
+    assert starts == [" step 2 skipped", " step 3 skipped (2 in a row)", " step 5 skipped (4 in a row)"], lines
+    assert all("'0.weight' is inf or nan; the loss scale is now" in line for line in lines), lines
 
 
 @distributed(world_size=2)
