@@ -2,14 +2,16 @@
 
 import json
 
+import psutil
 import pytest
 import transformers
 import yaml
 
 from hf_zero import cli
 from hf_zero.config import ZeroConfig
+from hf_zero.planning import units
 from hf_zero.planning.model import BatchShape, PlanError, build, read_config
-from hf_zero.planning.plan import Request, Row, recommend
+from hf_zero.planning.plan import Request, Row, make_plan, recommend
 from hf_zero.planning.trace import Footprint, Scenario, trace
 from tests import zoo
 
@@ -98,6 +100,60 @@ def test_one_process_has_nothing_to_shard(folder, capsys):
     assert "nothing to shard" in result["reason"]
 
 
+def test_a_small_model_is_shown_in_small_units(folder, capsys):
+    _, out, _ = plan(capsys, folder, "--gpus", "2", "--seq-len", "64", "--no-gradient-checkpointing")
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert len(rows) == 4 and "MB (1e+06 bytes) of each rank" in out, out
+    for row in rows:
+        peak, at_rest, sent = row[-4:-1]
+        assert 1 < float(peak) < 1000 and float(at_rest) > 0.1 and float(sent) > 0.1, row
+        assert "0.0" not in row and "0.0000" not in row
+    assert " B parameters" not in out and " of 80.0 GB" in out
+
+
+def test_cpu_ranks_share_this_machines_memory(folder, capsys):
+    share = psutil.virtual_memory().total // 2
+    words = (folder, "--gpus", "2", "--seq-len", "64", "--cpu", "--no-gradient-checkpointing")
+    assert plan_json(capsys, *words)["gpu_memory"] == share
+    _, out, _ = plan(capsys, *words)
+    assert f"10% of {share / 1e9:.1f} GB left free (this machine's memory, shared by its ranks)" in out, out
+    assert "80" not in out.split("Fits:")[1]
+    assert plan_json(capsys, *words, "--gpu-memory", "3GB")["gpu_memory"] == 3 * 10**9
+
+
+def test_what_it_works_on_is_told(folder):
+    config = read_config(str(folder))
+    request = Request(
+        name="a",
+        config=ZeroConfig(mixed_precision="bf16"),
+        gpus=2,
+        nodes=1,
+        gpu_memory=10**6,
+        batch=BatchShape(rows=1, length=16),
+        accumulation=1,
+        optimizer="adamw",
+        backend="nccl",
+    )
+    told = []
+    make_plan(build(config), request, told.append)
+    assert told[:2] == ["training stage 0 without values, 1 of 8", "training stage 1 without values, 2 of 8"]
+    assert told[7] == "training stage 3 with checkpointing without values, 8 of 8"
+    assert told[8] == "nothing fits; training stage 3 on 4 GPUs without values"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(46.04e9, "46.0 GB"), (147e9, "147 GB"), (8.7e6, "8.7 MB"), (999e6, "999 MB"), (1500, "1.5 kB"), (0, "0 B")],
+)
+def test_sizes_have_a_unit_that_fits_them(nbytes, shown):
+    assert units.size(nbytes) == shown
+
+
+def test_counts_and_cells():
+    assert [units.count(n) for n in (8_030_000_000, 12_345_678, 631_488)] == ["8.03 B", "12.3 M", "631,488"]
+    assert [units.cell(n, "GB") for n in (0, 13_000, 1.06e9)] == ["-", "<0.1", "1.1"]
+
+
 def test_what_it_writes_is_a_configuration(folder, tmp_path, capsys):
     target = tmp_path / "zero.yaml"
     status, *_ = plan(capsys, folder, "--nodes", "2", "--gpus", "4", "--write", target)
@@ -123,6 +179,21 @@ def test_the_picture(folder, tmp_path, capsys):
     status, *_ = plan(capsys, folder, "--plot", tmp_path / "plan.png")
     assert status == 0
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("memory", "in_sight"), [("80GB", False), ("10MB", True)])
+def test_the_picture_shows_its_bars(memory, in_sight, folder, tmp_path, capsys, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    plan(capsys, folder, "--gpus", "2", "--seq-len", "64", "--gpu-memory", memory, "--plot", tmp_path / "plan.png")
+    (axes,) = drawn
+    low, high = axes.get_ylim()
+    bars = [patch for patch in axes.patches if patch.get_height()]
+    assert low == 0 and max(bar.get_y() + bar.get_height() for bar in bars) > high / 5
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert ("a GPU's 10.0 MB" in labels) == in_sight and ("of 80.0 GB" in axes.get_title()) != in_sight
+    assert axes.get_ylabel() == "MB per rank at the peak"
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from rich.console import Console
 
 from hf_zero.command_line import CommandParser
 from hf_zero.config import ZeroConfig, values
@@ -16,7 +19,7 @@ from hf_zero.errors import ZeroError
 
 
 if TYPE_CHECKING:
-    from hf_zero.planning.plan import Request
+    from hf_zero.planning.plan import Plan, Request
 
 _DTYPES = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "lion", "rmsprop", "adagrad", "sgd", "sgd_momentum")
@@ -33,46 +36,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
-    _check_path(options.model)
-    config, ranks = _configuration(options)
-    memory = _bytes("--gpu-memory", options.gpu_memory)
-    host_memory, nvme = (
-        None if text is None else _bytes(option, text)
-        for option, text in (("--host-memory", options.host_memory), ("--nvme", options.nvme))
-    )
-    if options.cpu and (options.offload or host_memory or nvme):
-        raise ZeroError(
-            "--cpu: the state of CPU ranks is in host memory already; leave --offload, --host-memory and --nvme out"
-        )
-    from hf_zero.planning import model as models
-    from hf_zero.planning import plan as plans
+    checked = _checked(options)
+    with Console(stderr=True).status("importing torch and transformers") as status:
+        plan = _make_plan(options, checked, status.update)
     from hf_zero.planning import report
 
-    if options.plot:
-        report.check_matplotlib()
-    gpus = options.gpus or max(1, ranks // options.nodes)
-    request = plans.Request(
-        name=options.model,
-        config=config,
-        gpus=gpus,
-        nodes=options.nodes,
-        gpu_memory=memory,
-        batch=models.BatchShape(rows=options.micro_batch, length=options.seq_len),
-        accumulation=options.gradient_accumulation_steps,
-        optimizer=options.optimizer,
-        backend="gloo" if options.cpu else "nccl",
-        checkpointing=options.gradient_checkpointing,
-        offload=options.offload,
-        host_memory=host_memory,
-        nvme=nvme,
-    )
-    lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
-    plan = plans.make_plan(_build(request, lora), request)
     measured = None
     if options.measure:
         from hf_zero.planning.measure import measure
 
-        measured = measure(options.measure, config=options.config, ranks=request.world_size)
+        measured = measure(options.measure, config=options.config, ranks=plan.request.world_size)
     if options.json:
         print(report.to_json(plan, measured))
     else:
@@ -84,6 +57,48 @@ def _run(options: argparse.Namespace) -> int:
     if options.write:
         report.write_yaml(plan, Path(options.write))
     return 0
+
+
+def _checked(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request that need neither torch nor the model. Raises ZeroError for mistakes."""
+    _check_path(options.model)
+    config, ranks = _configuration(options)
+    gpus = options.gpus or max(1, ranks // options.nodes)
+    checked = {
+        "name": options.model,
+        "config": config,
+        "gpus": gpus,
+        "nodes": options.nodes,
+        "gpu_memory": _memory(options, gpus),
+        "accumulation": options.gradient_accumulation_steps,
+        "optimizer": options.optimizer,
+        "backend": "gloo" if options.cpu else "nccl",
+        "checkpointing": options.gradient_checkpointing,
+        "offload": options.offload,
+        "shares_host": options.cpu and options.gpu_memory is None,
+    }
+    for name, option in (("host_memory", "--host-memory"), ("nvme", "--nvme")):
+        text = getattr(options, name)
+        checked[name] = None if text is None else _bytes(option, text)
+    if options.cpu and (options.offload or checked["host_memory"] or checked["nvme"]):
+        raise ZeroError(
+            "--cpu: the state of CPU ranks is in host memory already; leave --offload, --host-memory and --nvme out"
+        )
+    return checked
+
+
+def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Callable[[str], object]) -> Plan:
+    from hf_zero.planning import model as models
+    from hf_zero.planning import plan as plans
+    from hf_zero.planning import report
+
+    if options.plot:
+        report.check_matplotlib()
+    batch = models.BatchShape(rows=options.micro_batch, length=options.seq_len)
+    request = plans.Request(batch=batch, **checked)
+    lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
+    tell(f"building {request.name} without values")
+    return plans.make_plan(_build(request, lora), request, tell)
 
 
 def _check_path(name: str) -> None:
@@ -123,6 +138,13 @@ def _configuration(options: argparse.Namespace) -> tuple[ZeroConfig, int]:
     return config, ranks
 
 
+def _memory(options: argparse.Namespace, ranks: int) -> int:
+    """The bytes of one rank: of its GPU, or its share of this machine's memory."""
+    if options.gpu_memory is None and options.cpu:
+        return psutil.virtual_memory().total // ranks
+    return _bytes("--gpu-memory", options.gpu_memory or "80GB")
+
+
 def _bytes(option: str, text: str) -> int:
     count = values.byte_size(text if not text.replace(".", "", 1).isdigit() else f"{text}GB")
     if not count:
@@ -148,7 +170,11 @@ def _parser() -> CommandParser:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpus", type=_positive, help="GPUs of a node (default: num_processes of --config, else 8)")
     machine.add_argument("--nodes", type=_positive, default=1)
-    machine.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of one GPU (default: 80GB)")
+    machine.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of one GPU (default: 80GB); with --cpu of one rank (default: its share of this machine's)",
+    )
     machine.add_argument(
         "--offload",
         action="store_true",

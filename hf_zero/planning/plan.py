@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +12,7 @@ from hf_zero.planning.homes import ON_DEVICE, Home, Homes, offloaded_homes
 from hf_zero.planning.model import BatchShape
 from hf_zero.planning.offload import offload
 from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, OPTIMIZER_STATES, Footprint, Scenario, trace
+from hf_zero.planning.units import size
 
 
 # Kept free of a device's memory: driver, kernels' workspaces, and what the caching allocator cannot fill; and of the
@@ -27,7 +29,7 @@ class Request:
     config: ZeroConfig
     gpus: int
     nodes: int
-    gpu_memory: int
+    gpu_memory: int  # of one rank, whatever it trains on
     batch: BatchShape
     accumulation: int
     optimizer: str
@@ -36,10 +38,16 @@ class Request:
     offload: bool = False  # show what offload would need
     host_memory: int | None = None  # of one node; None: as much as it takes
     nvme: int | None = None  # of one node
+    shares_host: bool = False  # `gpu_memory` is this machine's memory, shared by CPU ranks
 
     @property
     def world_size(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def rank(self) -> str:
+        """What one rank trains on, in words."""
+        return "CPU rank" if self.backend == "gloo" else "GPU"
 
     @property
     def usable(self) -> int:
@@ -88,17 +96,22 @@ class Plan:
     reason: str
 
 
-def make_plan(model: nn.Module, request: Request) -> Plan:
-    """Trace every stage of the model. Raises PlanError where the model cannot be traced."""
+def make_plan(model: nn.Module, request: Request, tell: Callable[[str], object] = len) -> Plan:
+    """Trace every stage of the model, and `tell` what comes next. Raises PlanError where it cannot be traced."""
     stages = (0, 1, 2, 3) if request.world_size > 1 else (0,)
     ways = (False, True) if request.checkpointing is None else (request.checkpointing,)
     if request.checkpointing is None and not getattr(model, "supports_gradient_checkpointing", False):
         ways = (False,)
-    rows = [_row(model, request, stage, checkpointing) for checkpointing in ways for stage in stages]
+    rows = []
+    for checkpointing in ways:
+        for stage in stages:
+            way = f"stage {stage}{' with checkpointing' if checkpointing else ''}"
+            tell(f"training {way} without values, {len(rows) + 1} of {len(ways) * len(stages)}")
+            rows.append(_row(model, request, stage, checkpointing))
     elsewhere = [moved for row in rows for moved in _elsewhere(row, request)]
     recommended, reason = recommend(rows, request)
     if recommended is None:
-        enough = _enough_gpus(model, request, ways[-1])
+        enough = _enough_ranks(model, request, ways[-1], tell)
         reason = ". ".join([reason, *_other_ways(elsewhere, request, enough)])
     return Plan(
         request=request,
@@ -160,7 +173,7 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
         return None, _nothing_fits(least, request)
     best = fitting[0]
     same = [r for r in fitting if r.checkpointing == best.checkpointing and r.stage > best.stage]
-    reason = f"peak {gigabytes(best.footprint.peak_bytes)} of {gigabytes(request.gpu_memory)} GB"
+    reason = f"peak {size(best.footprint.peak_bytes)} of {size(request.gpu_memory)}"
     if request.world_size == 1:
         reason += "; one process, so there is nothing to shard"
     elif same and same[-1].footprint.sent_bytes > best.footprint.sent_bytes:
@@ -177,7 +190,7 @@ def _nothing_fits(least: Row, request: Request) -> str:
     peak, state = least.footprint.peak_bytes, least.footprint.resident_bytes
     return (
         f"nothing fits: stage {least.stage}{_way(least)} needs the least, "
-        f"{gigabytes(peak)} GB of {gigabytes(request.usable)} GB usable ({gigabytes(state)} GB of it at rest)"
+        f"{size(peak)} of {size(request.usable)} usable ({size(state)} of it at rest)"
     )
 
 
@@ -185,10 +198,13 @@ def _way(row: Row) -> str:
     return " with checkpointing" if row.checkpointing else ""
 
 
-def _enough_gpus(model: nn.Module, request: Request, checkpointing: bool) -> int | None:
+def _enough_ranks(
+    model: nn.Module, request: Request, checkpointing: bool, tell: Callable[[str], object]
+) -> int | None:
     """How many GPUs would be enough at stage 3, found by doubling; None where no number is."""
     ranks = 2 * request.world_size
     while ranks <= _MOST_RANKS:
+        tell(f"nothing fits; training stage 3 on {ranks} {request.rank}s without values")
         row = _row(model, request, 3, checkpointing, ranks)
         if row.fits:
             return ranks
@@ -205,7 +221,7 @@ def _other_ways(elsewhere: list[Row], request: Request, enough: int | None) -> l
     if enough is None:
         advice = "Try a shorter sequence, a smaller micro-batch, or LoRA"
     else:
-        advice = f"Try more GPUs ({enough} in all would fit), fewer tokens in a micro-batch, or LoRA"
+        advice = f"Try more {request.rank}s ({enough} in all would fit), fewer tokens in a micro-batch, or LoRA"
     fitting = [row for row in elsewhere if row.fits]
     if not fitting:
         return [advice]
@@ -214,17 +230,11 @@ def _other_ways(elsewhere: list[Row], request: Request, enough: int | None) -> l
     what = f"the optimizer state in {places[row.homes.optimizer]}"
     if row.homes.parameters is not Home.DEVICE:
         what += f" and the weights in {places[row.homes.parameters]}"
-    needs = [f"{gigabytes(row.footprint.peak_bytes)} GB per GPU"]
+    needs = [f"{size(row.footprint.peak_bytes)} per GPU"]
     for count, place in ((row.footprint.host_bytes, "host memory"), (row.footprint.disk_bytes, "disk")):
-        needs += [f"{gigabytes(count * request.gpus)} GB of {place} per node"] if count else []
+        needs += [f"{size(count * request.gpus)} of {place} per node"] if count else []
     return [
         advice,
         f"With {what}, stage {row.stage}{_way(row)} would need {' and '.join(needs)}, but this version does not "
         "offload yet",
     ]
-
-
-def gigabytes(count: float) -> str:
-    """Bytes in units of 1e9, with as many digits as are worth reading."""
-    value = count / 1e9
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 else f"{value:.4f}"

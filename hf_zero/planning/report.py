@@ -12,7 +12,8 @@ from rich.table import Table
 from hf_zero.planning.compare import Comparison
 from hf_zero.planning.homes import Home
 from hf_zero.planning.model import PlanError
-from hf_zero.planning.plan import HEADROOM, Plan, Row, gigabytes
+from hf_zero.planning.plan import HEADROOM, Plan, Row
+from hf_zero.planning.units import BYTES, cell, count, size, unit_for
 
 
 # Columns of the table, each with the categories of a footprint that it adds up.
@@ -26,7 +27,7 @@ COLUMNS = {
     "logits": ("logits",),
 }
 
-
+_IN_SIGHT = 4  # a picture whose tallest bar takes less than a fourth of its height shows nothing
 NOT_AVAILABLE = "offload, not in this version"
 PLACES = {Home.DEVICE: "GPU", Home.HOST: "host memory", Home.DISK: "disk"}
 
@@ -44,24 +45,25 @@ def print_table(plan: Plan, console: Console | None = None) -> None:
     request = plan.request
     precision = request.config.mixed_precision
     console.print(
-        f"{request.name}: {plan.architecture}, {plan.parameters / 1e9:.3g} B parameters"
-        + (f" ({plan.trained / 1e9:.2g} B trained)" if plan.trained != plan.parameters else "")
+        f"{request.name}: {plan.architecture}, {count(plan.parameters)} parameters"
+        + (f" ({count(plan.trained)} trained)" if plan.trained != plan.parameters else "")
         + f", {'fp32' if precision == 'no' else precision}, {request.optimizer}; {request.nodes} x {request.gpus} "
         f"ranks, {request.batch.rows} x {request.batch.length} tokens per rank and micro-batch, "
         f"{request.accumulation} micro-batch(es) per step",
         soft_wrap=True,
         markup=False,
     )
+    unit = _unit(plan)
     table = Table(box=None, pad_edge=False)
     table.add_column("stage")
     for name in (*COLUMNS, "peak", "at rest", "sent/step", "fits"):
         table.add_column(name, justify="right")
     for row in _runnable(plan):
         chosen = row is plan.recommended
-        cells = [gigabytes(count) if count else "-" for count in columns(row).values()]
+        cells = [cell(nbytes, unit) for nbytes in columns(row).values()]
         label = f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}"
         footprint = row.footprint
-        totals = [gigabytes(n) for n in (footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes)]
+        totals = [cell(n, unit) for n in (footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes)]
         table.add_row(label, *cells, *totals, "yes" if row.fits else "no", style="bold" if chosen else None)
     console.print(table, markup=False)
     for line in _notes(plan):
@@ -72,6 +74,11 @@ def print_table(plan: Plan, console: Console | None = None) -> None:
 
 def _runnable(plan: Plan) -> list[Row]:
     return [row for row in plan.rows if row.available]
+
+
+def _unit(plan: Plan) -> str:
+    """The unit of the tables and of the picture: the one of the largest peak."""
+    return unit_for(max(row.footprint.peak_bytes for row in _runnable(plan)))
 
 
 def _print_offload(plan: Plan, console: Console) -> None:
@@ -98,17 +105,17 @@ def _print_offload(plan: Plan, console: Console) -> None:
             f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
             PLACES[row.homes.optimizer],
             PLACES[row.homes.parameters],
-            *(gigabytes(count) if count else "-" for count in counts),
+            *(cell(nbytes, _unit(plan)) for nbytes in counts),
             "yes" if row.fits else "no",
         )
     console.print(table, markup=False)
     limits = [
-        f"{gigabytes(size)} GB of {what} per node{note}"
-        for size, what, note in (
+        f"{size(nbytes)} of {what} per node{note}"
+        for nbytes, what, note in (
             (request.host_memory, "host memory", f", {HEADROOM:.0%} of it left free"),
             (request.nvme, "disk", ""),
         )
-        if size is not None
+        if nbytes is not None
     ]
     lines = [
         "Peak, at rest and bytes per step (PCIe both ways, disk read and written) are of one GPU, host and disk of one"
@@ -125,17 +132,20 @@ def _notes(plan: Plan) -> list[str]:
     plain = next((row for row in rows if not row.checkpointing), None)
     checkpointed = next((row for row in rows if row.checkpointing), None)
     kept = [
-        f"{gigabytes(row.footprint.activations)} GB {how}"
+        f"{size(row.footprint.activations)} {how}"
         for row, how in ((plain, "without checkpointing"), (checkpointed, "with it"))
         if row is not None
     ]
+    unit = _unit(plan)
     largest = max(row.footprint.largest_unit for row in rows)
     logits = max(row.footprint.logits for row in rows)
     lines = [
-        "GB (1e9 bytes) of each rank at the moment of its peak; at rest: between steps; * recommended.",
-        f"A forward leaves {', '.join(kept)} for backward. Largest unit: {gigabytes(largest)} GB"
-        + (f", logits at most: {gigabytes(logits)} GB." if logits else "."),
-        f"Fits: the peak, with {HEADROOM:.0%} of {gigabytes(request.gpu_memory)} GB left free.",
+        f"{unit} ({BYTES[unit]:.0e} bytes) of each rank at the moment of its peak; at rest: between steps; "
+        "* recommended.",
+        f"A forward leaves {', '.join(kept)} for backward. Largest unit: {size(largest)}"
+        + (f", logits at most: {size(logits)}." if logits else "."),
+        f"Fits: the peak, with {HEADROOM:.0%} of {size(request.gpu_memory)} left free"
+        + (" (this machine's memory, shared by its ranks)." if request.shares_host else "."),
     ]
     configured = request.config.zero_stage
     if request.config.is_set("zero_stage") and not any(r.fits for r in rows if r.stage == configured):
@@ -241,27 +251,34 @@ def check_matplotlib() -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Stacked bars, one per row, with the device's memory as a line; hatched: not in this version."""
+    """Stacked bars, one per row, with the memory of a rank as a line; hatched: not in this version."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(1.5 + 1.1 * len(plan.rows), 4.5), layout="constrained")
     axes = figure.add_subplot()
+    unit, request = _unit(plan), plan.request
     bottom, places = [0.0] * len(plan.rows), range(len(plan.rows))
     for name in COLUMNS:
-        heights = [columns(row)[name] / 1e9 for row in plan.rows]
+        heights = [columns(row)[name] / BYTES[unit] for row in plan.rows]
         if any(heights):
             bars = axes.bar(places, heights, bottom=bottom, label=name)
             for row, bar in zip(plan.rows, bars, strict=True):
                 bar.set_hatch(None if row.available else "//")
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.axhline(plan.request.gpu_memory / 1e9, color="black", linestyle="--", linewidth=1)
+    memory, title = request.gpu_memory / BYTES[unit], f"{request.name}, {request.world_size} ranks"
+    if memory <= _IN_SIGHT * max(bottom):
+        label = f"a {request.rank}'s {size(request.gpu_memory)}"
+        axes.axhline(memory, color="black", linestyle="--", linewidth=1, label=label)
+    else:
+        title += f" of {size(request.gpu_memory)}, which is far above"
+    axes.set_ylim(bottom=0)
     axes.set_xticks(places, [_tick(row) for row in plan.rows], fontsize="small")
     axes.set_xlabel("ZeRO stage")
-    axes.set_ylabel("GB per rank at the peak")
-    axes.set_title(f"{plan.request.name}, {plan.request.world_size} ranks")
+    axes.set_ylabel(f"{unit} per rank at the peak")
+    axes.set_title(title)
     handles, _ = axes.get_legend_handles_labels()
-    if plan.request.shows_offload:
+    if request.shows_offload:
         handles.append(Patch(facecolor="white", edgecolor="black", hatch="//", label=NOT_AVAILABLE))
     axes.legend(handles=handles, fontsize="small")
     try:
