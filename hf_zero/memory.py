@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.masters import Piece
+from hf_zero.profiling import without_notes
 from hf_zero.unit import Unit
 
 
@@ -172,7 +173,10 @@ def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
         return
     _finish_gathers(engine)
     before = 0 if engine is None else sum(count_bytes(t) for t in tensors_by_category(engine).values())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        without_notes(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         yield result
         _finish_gathers(engine)
     with tempfile.TemporaryDirectory() as folder:

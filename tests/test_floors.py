@@ -94,6 +94,7 @@ SIDEWAYS = {
     ("build", "schedule"),
     ("prepared", "build"),
     ("prepared", "model_folder"),
+    ("memory", "profiling"),
     ("planning", "memory"),
     ("convert", "planning"),
     ("integrations", "memory"),

@@ -1,6 +1,8 @@
 """`memory_report` adds up to what the process holds; the callback writes it and compares it with the plan."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.memory import CATEGORIES
+from hf_zero.planning.compare import Comparison, draw_memory
 from tests.harness import distributed
 from tests.test_memory import batch, build, live_bytes
 from tests.trainers import make_trainer
@@ -49,6 +52,7 @@ def test_the_trainer_compares_with_the_plan(tmp_path, stage):
     lines = [json.loads(line) for line in (folder / f"memory_rank{rank}.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["rank"] == rank and line["state_bytes"] > 0 and line["host_rss"] > 0 for line in lines)
+    assert lines[1]["peak"] > lines[1]["state_bytes"] and [line["peak"] is None for line in lines].count(False) == 1
     if rank == 0:
         found = json.loads((folder / "memory_comparison.json").read_text())
         assert abs(found["measured_resident"] / found["predicted_resident"] - 1) < 0.01, found
@@ -56,3 +60,44 @@ def test_the_trainer_compares_with_the_plan(tmp_path, stage):
         assert (found["stage"], found["world_size"]) == (stage, 2)
     # Planning has left the model as it was.
     trainer.evaluate()
+
+
+def test_the_picture_shows_what_is_held_and_what_was_predicted(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    kinds = {"parameters": 2_000_000, "gradients": 0, "master weights": 4_000_000}
+    lines = [{"step": step, "categories": kinds, "peak": 9_000_000 if step == 2 else None} for step in (1, 2, 3)]
+    comparison = Comparison(
+        stage=2,
+        world_size=4,
+        predicted_resident=6_000_000,
+        measured_resident=6_000_000,
+        predicted_peak=8_000_000,
+        measured_peak=9_000_000,
+    )
+    draw_memory(lines, comparison, tmp_path / "memory.png")
+    (axes,) = drawn
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    predicted = ["at rest, predicted", "peak, predicted"]
+    assert labels == ["parameters", "master weights", "peak of the step, measured", *predicted]
+    heights = {line.get_label(): float(line.get_ydata()[0]) for line in axes.lines}
+    assert heights == {"peak of the step, measured": 9.0, "at rest, predicted": 6.0, "peak, predicted": 8.0}
+    assert axes.get_title() == "ZeRO stage 2, 4 ranks: state after each step"
+    assert axes.get_ylabel() == "MB on rank 0" and axes.get_ylim()[0] == 0
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_measuring_a_peak_writes_nothing_to_stderr():
+    code = """
+import torch
+from hf_zero.memory import measure_peak
+
+older = torch.ones(1 << 20)
+with measure_peak(torch.nn.Linear(2, 2)) as peak:
+    new = torch.ones(1 << 20)
+    del older
+assert peak.value >= 1 << 22, peak.value
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")

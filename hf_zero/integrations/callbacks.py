@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.memory import measure_peak, memory_report
-from hf_zero.planning.compare import Comparison, compare
+from hf_zero.planning.compare import Comparison, compare, draw_memory
 
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ZeroMemoryCallback(TrainerCallback):
     """Writes what every rank holds after each step, and at the end compares with what `hf-zero plan` predicts.
 
     `folder` gets `memory_rank<r>.jsonl` (one line per step), `memory_comparison.json` and, where matplotlib is there,
-    `memory.png`. The peak is measured in the second step only: on CPU ranks that takes torch's profiler.
+    `memory.png`. On CPU ranks the peak is measured in the second step only, as that takes torch's profiler.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,10 +71,13 @@ class ZeroMemoryCallback(TrainerCallback):
         model = kwargs["model"]
         if engine_of(model) is None:
             return
+        measured = {}
         if self._peak is not None:
             self._peak.__exit__(None, None, None)
             self._peak, self._peak_bytes = None, self._result.value
-        report = memory_report(model).to_dict() | {"step": state.global_step, "rank": args.process_index}
+            measured = {"peak": self._peak_bytes}
+        report = memory_report(model).to_dict() | measured
+        report |= {"step": state.global_step, "rank": args.process_index}
         if state.global_step > 1:
             del report["units"]  # the same at every step: said once
         with self._path(args.process_index).open("a") as file:
@@ -100,22 +103,11 @@ class ZeroMemoryCallback(TrainerCallback):
         self._draw()
 
     def _draw(self) -> None:
+        lines = [json.loads(line) for line in self._path(0).read_text().splitlines()]
         try:
-            from matplotlib.figure import Figure
+            draw_memory(lines, self.comparison, self.folder / "memory.png")
         except ImportError:
             logger.info("no memory.png: it needs matplotlib (pip install 'hf_zero[plot]')")
-            return
-        lines = [json.loads(line) for line in self._path(0).read_text().splitlines()]
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot()
-        steps = [line["step"] for line in lines]
-        for name in ("state_bytes", "allocated", "reserved", "host_rss"):
-            if lines[0][name] is not None:
-                axes.plot(steps, [line[name] / 1e9 for line in lines], label=name.replace("_", " "))
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("GB on rank 0, between steps")
-        axes.legend()
-        figure.savefig(self.folder / "memory.png")
 
 
 class ZeroStepReport(TrainerCallback):
