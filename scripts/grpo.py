@@ -12,9 +12,17 @@ from typing import Any
 
 from datasets import Dataset
 from rewards import find_reward
-from sft import SFTScriptArguments, check_local_path, find_checkpoint, load_splits, set_up_logging, train_and_save
+from sft import (
+    SFTScriptArguments,
+    check_local_path,
+    find_checkpoint,
+    load_splits,
+    read_arguments,
+    set_up_logging,
+    train_and_save,
+)
 from transformers import set_seed
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, get_peft_config
 
 from hf_zero.trl import ZeroGRPOConfig, ZeroGRPOTrainer
 
@@ -96,4 +104,4 @@ def main(script_args: GRPOScriptArguments, training_args: ZeroGRPOConfig, model_
 
 
 if __name__ == "__main__":
-    main(*TrlParser((GRPOScriptArguments, ZeroGRPOConfig, ModelConfig)).parse_args_and_config())
+    main(*read_arguments(GRPOScriptArguments, ZeroGRPOConfig, ModelConfig))

@@ -9,6 +9,8 @@ the command line wins. A run that finds checkpoints in its output folder goes on
 
 import logging
 import os
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,17 @@ from hf_zero.trl import ZeroSFTConfig, ZeroSFTTrainer
 
 
 logger = logging.getLogger("sft")
+
+
+def read_arguments(*kinds: type, words: Sequence[str] | None = None) -> tuple:
+    """The arguments of a script (of this process), one object for each kind.
+
+    Recipes say `gradient_checkpointing`, which all supported versions of transformers know. The newest have another
+    name for it and warn of the old one on every rank, even of TRL's own default.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+        return TrlParser(kinds).parse_args_and_config(args=words)
 
 
 @dataclass
@@ -142,4 +155,4 @@ def main(script_args: SFTScriptArguments, training_args: ZeroSFTConfig, model_ar
 
 
 if __name__ == "__main__":
-    main(*TrlParser((SFTScriptArguments, ZeroSFTConfig, ModelConfig)).parse_args_and_config())
+    main(*read_arguments(SFTScriptArguments, ZeroSFTConfig, ModelConfig))

@@ -4,18 +4,22 @@ import json
 import math
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from hf_zero import ZeroConfig
+from hf_zero.config.consistency import resolve_auto
 from hf_zero.errors import ZeroConfigError
 from hf_zero.layout import ALIGNMENT_BYTES
 from hf_zero.partition import partition
+from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.trace import Scenario, trace
 from hf_zero.trl import ZeroGRPOConfig, ZeroSFTConfig
 from tests.harness import distributed, run_ranks
 from tests.trl_runs import CONVERSATIONS, tokenizer
@@ -53,7 +57,7 @@ def _parse(recipe, path, **changes):
     kinds = (grpo.GRPOScriptArguments, ZeroGRPOConfig)
     if "reward_funcs" not in settings:
         kinds = (sft.SFTScriptArguments, ZeroSFTConfig)
-    return TrlParser((*kinds, ModelConfig)).parse_args_and_config(args=["--config", str(file)])
+    return sft.read_arguments(*kinds, ModelConfig, words=["--config", str(file)])
 
 
 def _config(name, **changes):
@@ -75,7 +79,9 @@ def test_the_models_of_the_tutorials_have_recipes():
 @pytest.mark.parametrize("recipe", [*SFT, *GRPO])
 def test_parses_and_says_its_batch(tmp_path, recipe):
     text = (ROOT / recipe).read_text()
-    script, training, model = _parse(recipe, tmp_path, output_dir=str(tmp_path / "out"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "`gradient_checkpointing", FutureWarning)
+        script, training, model = _parse(recipe, tmp_path, output_dir=str(tmp_path / "out"))
     ranks, micro, steps, rows = _stated(text, r"Global batch: (\d+) GPUs x (\d+) x (\d+) = (\d+)")
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (micro, steps)
     assert ranks * micro * steps == rows
@@ -195,6 +201,27 @@ def test_launcher_files(name):
         return
     stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
     assert ZeroConfig.from_any(str(file)).zero_stage == stages[name]
+
+
+def test_stage_3_unshards_a_layer_or_two_at_a_time():
+    """As the README says: the launcher file does not keep what forward has gathered."""
+    file = ROOT / "recipes/accelerate_configs/zero3.yaml"
+    config = _config(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    model = build(config)
+    layer = 2 * sum(param.numel() for param in model.model.layers[0].parameters())  # bytes in bf16
+    config = resolve_auto(ZeroConfig.from_any(str(file)), hidden_size=64)
+    # With so many tokens the peak is where activations are: between forward and backward.
+    footprint = trace(model, Scenario(config=config, world_size=2, batch=BatchShape(rows=4, length=512)))
+    assert layer <= footprint.peak["unsharded parameters"] < 3 * layer, footprint.peak
 
 
 _TINY = {
