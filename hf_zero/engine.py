@@ -24,6 +24,7 @@ from hf_zero.build import (
 )
 from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
+from hf_zero.errors import ZeroRuntimeError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.hooks import Hook
@@ -333,6 +334,11 @@ class ZeroEngine:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""
+        if not self.schedule.sync and self.comm.world_size > 1:
+            raise ZeroRuntimeError(
+                "optimizer.step() inside no_sync(): ranks share one optimizer, so none can step by its own gradients "
+                "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
+            )
         self._finish_reductions()
         self.control.before(optimizer, self.masters, self._gradients())
         for unit in self.units:

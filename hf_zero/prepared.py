@@ -20,6 +20,9 @@ class ModelEngine(Protocol):
     def zero_grad(self) -> None:
         """Forget all gradients."""
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, gradients of several micro-batches accumulate."""
+
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
         """Do to the tensors of the model what `function` does to one (`model.to`, `model.half`)."""
 
@@ -34,6 +37,10 @@ class ZeroModuleMixin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_engine.zero_grad()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """As DistributedDataParallel's: gradients of all micro-batches but the last accumulate inside."""
+        return self._zero_engine.no_sync()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(WHOLE_MODEL_COMPILED)

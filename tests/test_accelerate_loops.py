@@ -1,11 +1,13 @@
 """Hand-written Accelerate loops: with `ZeroAccelerator` they do what they do with `Accelerator`."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import load_checkpoint_in_model
 from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
@@ -73,6 +75,20 @@ def _by_hand(accelerator, model, optimizer, scheduler, batch, last):
     return loss, norm
 
 
+def _by_the_models_method(accelerator, model, optimizer, scheduler, batch, last):
+    """As DDP's users write it, and accelerate's example of accumulation over tokens."""
+    with contextlib.nullcontext() if last else model.no_sync():
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+    if not last:
+        return loss, None
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
 def _run(stage, name, step, make_optimizer, accumulation):
     steps = accumulation if step is _by_accumulate else 1
     accelerator = make_accelerator(stage, gradient_accumulation_steps=steps)
@@ -94,7 +110,7 @@ def _run(stage, name, step, make_optimizer, accumulation):
     return trace, rates
 
 
-@pytest.mark.parametrize("step", [_by_accumulate, _by_hand])
+@pytest.mark.parametrize("step", [_by_accumulate, _by_hand, _by_the_models_method])
 @pytest.mark.parametrize("name, make_optimizer", [("llama_tied", SGD), ("qwen2", ADAMW), ("t5", SGD)])
 @distributed(world_size=2)
 def test_a_loop_with_accumulation_clipping_and_a_scheduler(name, make_optimizer, step):
@@ -249,6 +265,21 @@ def test_what_cannot_work_is_refused():
         with pytest.raises((ValueError, ZeroError), match="even_batches"):
             with accelerator.join_uneven_inputs([model]):
                 pass
+
+
+@distributed(world_size=2)
+def test_a_step_of_each_rank_for_itself_is_refused():
+    """LocalSGD steps inside `no_sync`, and averages the weights now and then."""
+    for stage in STAGES:
+        accelerator = make_accelerator(stage)
+        model, optimizer = accelerator.prepare(*_model_and_optimizer("llama"))
+        with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=False):
+            accelerator.backward(model(**zoo.batch("llama", dist.get_rank(), 0)).loss)
+            optimizer.step()
+        with pytest.raises(ZeroError, match="inside no_sync.*LocalSGD"):
+            with LocalSGD(accelerator, model, local_sgd_steps=2):
+                accelerator.backward(model(**zoo.batch("llama", dist.get_rank(), 1)).loss)
+                optimizer.step()
 
 
 @distributed(world_size=2)
