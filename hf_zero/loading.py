@@ -38,10 +38,11 @@ def weight_files(folder: Path) -> dict[str, str]:
     """The file of every tensor in a folder, or in one file. Raises ZeroCheckpointError where there are no weights."""
     if folder.is_file():
         return dict.fromkeys(SlicedFile.open(folder).tensors, folder.name)
-    if (folder / INDEX_NAME).is_file():
-        return _read_index(folder / INDEX_NAME)
+    # Where both are there, transformers reads the one file, too.
     if (folder / WEIGHTS_NAME).is_file():
         return dict.fromkeys(SlicedFile.open(folder / WEIGHTS_NAME).tensors, WEIGHTS_NAME)
+    if (folder / INDEX_NAME).is_file():
+        return _read_index(folder / INDEX_NAME)
     raise ZeroCheckpointError(f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}")
 
 

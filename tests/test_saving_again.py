@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import hf_zero
+from hf_zero.loading import weight_files
 from hf_zero.model_folder import save_folder
 from tests import zoo
 from tests.harness import distributed, run_ranks
@@ -44,6 +46,10 @@ def _loaded(folder):
     plain = {seed: zoo.build("llama", seed).state_dict() for seed in (0, 1)}
     found = [seed for seed in plain if all(torch.equal(t, plain[seed][n]) for n, t in model.state_dict().items())]
     assert found, "the folder loads, and holds parts of two models"
+    ours = {}
+    for file in sorted(set(weight_files(folder).values())):
+        ours |= load_file(folder / file)
+    assert all(torch.equal(t, plain[found[0]][n]) for n, t in ours.items()), "we read another model than transformers"
     return found[0]
 
 
