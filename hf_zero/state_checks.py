@@ -96,8 +96,10 @@ def check_optimizers(
                 f"{len(optimizer.param_groups)}: build the optimizer with the same groups"
             )
         _check_members(written[number], members[number], trained, f"{path} does not fit the groups of {name}")
-        if classes[number] is None:
-            _check_kinds(file, optimizer, groups, members[number], path)
+        kinds = kinds_in(file) if classes[number] is None else {}
+        for group, described, names in zip(optimizer.param_groups, groups, members[number], strict=True):
+            found = {kind for name in names for kind in kinds.get(name, ())}
+            check_kinds(found, optimizer, options_for(group, described), path)
 
 
 def _check_members(theirs: Groups, ours: Groups, trained: set[str], what: str) -> None:
@@ -110,16 +112,11 @@ def _check_members(theirs: Groups, ours: Groups, trained: set[str], what: str) -
         raise ZeroCheckpointError(f"{what}: '{moved[0]}' was in {then} and is in {here}{more}")
 
 
-def _check_kinds(
-    file: SlicedFile, optimizer: torch.optim.Optimizer, saved: list[dict], members: Groups, path: Path
-) -> None:
-    """Raise where the file has other states per parameter than `optimizer` keeps."""
-    kinds = kinds_in(file)
-    for group, described, names in zip(optimizer.param_groups, saved, members, strict=True):
-        found = {kind for name in names for kind in kinds.get(name, ())}
-        wanted = state_kinds(optimizer, options_for(group, described)) if found else found
-        if found != wanted:
-            raise ZeroCheckpointError(
-                f"{path} holds the states {sorted(found)}, and {type(optimizer).__name__} keeps {sorted(wanted)}: "
-                "build the optimizer that was saved"
-            )
+def check_kinds(found: set[str], optimizer: torch.optim.Optimizer, options: Mapping[str, object], path: Path) -> None:
+    """Raise where a group with these options has other states per element than `optimizer` keeps, if it has any."""
+    wanted = state_kinds(optimizer, options) if found else found
+    if found != wanted:
+        raise ZeroCheckpointError(
+            f"{path} holds the states {sorted(found)}, and {type(optimizer).__name__} keeps {sorted(wanted)}: build "
+            "the optimizer that was saved"
+        )

@@ -25,6 +25,7 @@ SIGNATURES = {
     f"{TRAINER}._load_best_model": "",
     f"{TRAINER}._save_optimizer_and_scheduler": "output_dir",
     f"{TRAINER}._load_optimizer_and_scheduler": "checkpoint",
+    f"{TRAINER}._load_scaler": "checkpoint",
     f"{TRAINER}.save_model": "output_dir, _internal_call",
     f"{TRAINER}._save": "output_dir, state_dict",
     f"{TRAINER}._save_checkpoint": "model, trial",

@@ -97,6 +97,7 @@ SIDEWAYS = {
     ("memory", "profiling"),
     ("planning", "memory"),
     ("convert", "planning"),
+    ("integrations", "convert"),
     ("integrations", "memory"),
     ("integrations", "plain_loop"),
     ("integrations", "planning"),

@@ -20,7 +20,7 @@ from hf_zero.building import built_aside
 from hf_zero.comm import Communicator
 from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.integrations import state
+from hf_zero.integrations import state, stock_checkpoints
 from hf_zero.model_folder import SavedFolder, save_folder
 from hf_zero.staging import agree
 from hf_zero.unit import gathered_parameters
@@ -170,11 +170,15 @@ class ZeroCheckpointMixin:
         if checkpoint_dir is None or engine is None:
             super()._load_optimizer_and_scheduler(checkpoint_dir)
             return
-        slices = self._loads_slices(checkpoint_dir)
-        if not (Path(checkpoint_dir) / checkpoint.STATE_NAME).exists():
-            logger.warning(f"{checkpoint_dir} holds weights only: optimizer and scheduler start afresh")
+        slices, folder = self._loads_slices(checkpoint_dir), Path(checkpoint_dir)
+        if not (folder / checkpoint.STATE_NAME).exists():
+            is_stock = stock_checkpoints.find(folder)
             if slices:
                 state.load_weights(engine, self.model, checkpoint_dir)
+            if is_stock:
+                self.lr_scheduler.load_state_dict(stock_checkpoints.load_optimizer(engine, folder))
+            else:
+                logger.warning(f"{checkpoint_dir} holds no optimizer state: optimizer and scheduler start afresh")
             return
         missing = state.load_engine(engine, checkpoint_dir)
         if slices:
@@ -183,6 +187,13 @@ class ZeroCheckpointMixin:
             engine.after_load()
         scheduler = torch.load(os.path.join(checkpoint_dir, SCHEDULER_NAME), map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        engine = engine_of(self.model)
+        if checkpoint is None or engine is None:
+            super()._load_scaler(checkpoint)
+        else:  # there is no gradient scaler: the engine keeps the loss scale
+            stock_checkpoints.load_scaler(engine, Path(checkpoint))
 
     def _load_best_model(self) -> None:
         engine, best = engine_of(self.model), self.state.best_model_checkpoint
@@ -241,6 +252,7 @@ def _check_given(folder: Path) -> None:
     if committed.is_committed(folder):
         committed.check_files(folder)
     elif folder.is_dir():
+        stock_checkpoints.find(folder)  # another system's is refused before anything is loaded
         logger.warning(f"{folder} has no {committed.MARKER} file: whether it is complete cannot be checked")
     else:
         raise ZeroCheckpointError(f"{folder} does not exist")
