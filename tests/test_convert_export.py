@@ -135,6 +135,7 @@ def flip(folder):
 
 def lead_outside(folder):
     tensors = dict.fromkeys(load_file(folder / "model.safetensors"), "../evil.safetensors")
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
     recommit(folder)
 
