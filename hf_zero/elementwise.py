@@ -32,6 +32,11 @@ def state_kinds(optimizer: torch.optim.Optimizer, options: Mapping[str, object])
     return {kind for kind, value in state.items() if isinstance(value, Tensor) and value.shape == (2, 2)}
 
 
+def has_two_modes(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether such optimizers train one set of weights and evaluate another, as schedule-free ones do."""
+    return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
+
+
 def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:
     return matrix.reshape(-1).split((20, 12))
 
@@ -49,19 +54,28 @@ def _step_twin(
     grads: list,
     options: Mapping[str, object] | None = None,
 ) -> torch.optim.Optimizer:
-    """A twin of `optimizer` (same class and settings, no state before, no hooks) that has stepped small tensors."""
+    """A twin of `optimizer` (same class and settings, no state before, no hooks) that has stepped small tensors.
+
+    One that has two modes is in evaluation mode afterwards.
+    """
     params = [nn.Parameter(value.clone()) for value in values]
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's counter
+    for name in ("step", "_zero_owner"):  # a scheduler's counter, the engine that `optimizer` belongs to
+        twin.__dict__.pop(name, None)
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.state = defaultdict(dict)
     settings = optimizer.param_groups[0] if optimizer.param_groups else {}
     twin.param_groups = [{**settings, **(options or {}), "params": params, "lr": 0.01}]
+    has_modes = has_two_modes(type(optimizer))
+    if has_modes:
+        twin.train()
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = grad.clone()
         twin.step()
+    if has_modes:
+        twin.eval()
     return twin
 
 

@@ -341,6 +341,10 @@ class ZeroEngine:
             )
         self._finish_reductions()
         self.control.before(optimizer, self.masters, self._gradients())
+        self.before_rewrite()
+
+    def before_rewrite(self) -> None:
+        """The masters are about to be changed in place: they are complete, and nothing is made of them before it."""
         for unit in self.units:
             if not unit.sharded:
                 unit.unshard()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.elementwise import check_elementwise
+from hf_zero.elementwise import check_elementwise, has_two_modes
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.layout import Span
 from hf_zero.masters import Piece
@@ -39,6 +39,29 @@ class ZeroOptimizerMixin:
         super().add_param_group(param_group)
         if "_zero_owner" in self.__dict__:  # not while the optimizer builds itself
             self._zero_owner.adopt_group(self)
+
+
+class TwoModesMixin(ZeroOptimizerMixin):
+    """For optimizers that rewrite the weights between training and evaluation: the model follows their masters."""
+
+    def train(self) -> None:
+        self._zero_switch("train", super().train)
+
+    def eval(self) -> None:
+        self._zero_switch("eval", super().eval)
+
+    def _zero_switch(self, mode: str, switch: Callable[[], None]) -> None:
+        if "_zero_owner" not in self.__dict__:  # a twin, which no engine knows
+            switch()
+        # Trainer asks for train mode before every micro-batch. Loading a state may change the mode that groups note.
+        elif self.__dict__.get("_zero_mode") != (mode, self._zero_noted()):
+            self._zero_owner.before_rewrite()
+            switch()
+            self._zero_owner.after_load()
+            self._zero_mode = (mode, self._zero_noted())
+
+    def _zero_noted(self) -> list[list[tuple[str, bool]]]:
+        return [[(key, v) for key, v in group.items() if isinstance(v, bool)] for group in self.param_groups]
 
 
 @dataclass(eq=False)
@@ -78,7 +101,8 @@ def adopt(
     binding = Binding(optimizer)
     states = binding.take_new_groups(home, bound)
     base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (ZeroOptimizerMixin, base), {"__module__": base.__module__})
+    mixin = TwoModesMixin if has_two_modes(base) else ZeroOptimizerMixin
+    optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})
     optimizer._zero_owner = owner
     return binding, states
 
