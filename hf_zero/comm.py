@@ -159,7 +159,7 @@ class Communicator:
         return self._pending(works, land, "all-gather", what)
 
     def settle(self, what: Message | None = None) -> None:
-        """Wait until no other rank reads `rest` of the gathers called `what` (None: of all); it may change then.
+        """Wait until every peer has read our `rest` of the gathers called `what` (None: of all); it may change then.
 
         Only for gathers that this rank has waited for.
         """

@@ -369,7 +369,7 @@ class ZeroEngine:
             else:
                 unit.begin_refresh()
         if self.comm.reads_peers(self.device):
-            # Reading takes this process's time now or in the next forward: now, while all ranks are at the same point.
+            # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.
             for unit in self.units:
                 if not unit.sharded:
                     unit.unshard()

@@ -56,7 +56,7 @@ class Untouched:
         self._saved: list[tuple[Piece, int, int, Tensor, dict[str | None, Tensor]]] = []
 
     def put_aside(self, piece: Piece, state: dict[str, object], start: int, stop: int) -> None:
-        """Note elements [start, stop), counted in the piece, for the case that no rank sent a gradient for them."""
+        """Keep elements [start, stop) of the piece, to be put back if no rank sent a gradient for them."""
         if piece.weight.grad is None:
             return
         sent = piece.weight.grad[start:stop].any()

@@ -1,4 +1,4 @@
-"""Finds the units of a model: repeated blocks, embeddings, the output head with the final norm, and the rest."""
+"""Finds the units of a model: repeated blocks, embeddings, the output head, and the rest."""
 
 from __future__ import annotations
 

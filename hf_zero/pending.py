@@ -41,8 +41,8 @@ class Pending:
     Args:
         works: what to wait for before `finish` can run.
         label: its name for people.
-        beside: it goes on while this process does other things. Otherwise there is nothing to be gained by waiting
-            late, and memory is held for longer.
+        beside: the transfer progresses without this thread. If it does not, waiting late gains nothing and holds
+            memory.
         waited: where the seconds of standing still are added up, by the first word of the label.
     """
 

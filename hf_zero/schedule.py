@@ -296,7 +296,7 @@ class Schedule:
     def _begin_reduce(self, gradient: GradientBuffer) -> None:
         gradient.begin_reduce()
         self._reducing.append(gradient)
-        # What does not go on by itself is finished at once: what it holds is then free.
+        # A transfer that makes no progress by itself is finished at once, which frees its buffers.
         if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap and gradient.reduces_beside else 0):
             self._reducing.popleft().finish_reduce()
 

@@ -26,7 +26,7 @@ class UnitState(Enum):
 
 
 class UnitListener(Protocol):
-    """What a unit tells its engine, and asks it."""
+    """Callbacks from a unit to its engine."""
 
     @property
     def has_gradients(self) -> bool:

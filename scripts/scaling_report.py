@@ -67,8 +67,8 @@ OFFLOAD = """
 
 This version does not offload; `hf-zero plan --offload` predicts what it would need for a model. Per rank in bf16:
 2 bytes per parameter of weights (divided by N at stage 3), 12 / N of optimizer state, and gradients of 4 / N in host
-memory, where the optimizer runs. Buffers, the units in use and activations come on top. The cases are those that
-offload is known for; nodes have 8 GPUs, or the one.
+memory, where the optimizer runs. Buffers, the units in use and activations come on top. The table shows the
+cases that offload is best known for. A node has 8 GPUs, or 1 in the first row.
 
 | parameters | GPUs | stage | optimizer in | weights in | GPU, GB | host of a node, GB | disk of a node, GB |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""README and the pages under docs/ keep up with the code: files, floors, stages, links, and code that runs."""
+"""README and the pages under docs/ keep up with the code: files, layers, stages, links, and code that runs."""
 
 import os
 import re
@@ -25,9 +25,15 @@ def rows(title):
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[2:]]
 
 
-def test_every_file_has_a_line_on_its_floor():
-    named = {re.sub(r"`|\.py|/", "", file): int(floor) for floor, file, _ in rows("Floors")}
+def test_every_file_has_a_line_in_its_layer():
+    named = {re.sub(r"`|\.py|/", "", file): int(layer) for layer, file, _ in rows("Layers")}
     assert named == {name: floor for name, floor in FLOORS.items() if name != "__init__"}
+
+
+def test_every_file_is_in_its_layer_in_readme():
+    lines = re.findall(r"^\| (\d) \| (`.*?`) \| ", (DOCS.parent / "README.md").read_text(), re.MULTILINE)
+    named = {file: int(layer) for layer, files in lines for file in re.findall(r"`(\w+)(?:\.py|/)`", files)}
+    assert named == {name: layer for name, layer in FLOORS.items() if name != "__init__"}
 
 
 def test_the_placement_table_is_the_one_of_the_code():

@@ -23,7 +23,7 @@ DESCRIPTIONS: dict[str, str] = {
     "stage3_param_persistence_threshold": "parameters with fewer elements stay whole on every rank",
     "stage3_model_persistence_threshold": "cap on all elements that stay whole",
     "stage3_max_live_parameters": "cap on elements that are unsharded at one time",
-    "stage3_max_reuse_distance": "weights that are used again within this many elements stay whole",
+    "stage3_max_reuse_distance": "after forward, weights that backward needs before this many others stay whole",
     "offload_optimizer_device": "home of the optimizer states",
     "offload_optimizer_nvme_path": "folder of optimizer states on disk",
     "offload_param_device": "home of the sharded weights",

@@ -1,8 +1,8 @@
 """The key tables: every key that DeepSpeed and Accelerate users write, and what it does here.
 
-Three treatments: *honoured* (sets a ``ZeroConfig`` field), *accepted* (no effect here, one note says why) and
-*refused* (would change the numbers or the memory in a way that is not carried out; the reason is the message).
-A key that is in no table is an error with the nearest name.
+Four treatments: *honoured* (sets a ``ZeroConfig`` field), *checked* (must agree with the training arguments, which set
+the value), *accepted* (no effect here, one note says why) and *refused* (would change the numbers or the memory in a
+way that is not carried out; the reason is the message). A key that is in no table is an error with the nearest name.
 """
 
 import dataclasses
@@ -24,16 +24,22 @@ class Key:
     note: str | None = None
     refusal: str | None = None
     neutral: tuple[Any, ...] = ()  # values that ask for nothing: neither noted nor refused
+    shared: bool = False  # the training arguments own the value
 
     @property
     def treatment(self) -> str:
         if self.field is not None:
-            return "honoured"
+            return "checked" if self.shared else "honoured"
         return "refused" if self.refusal is not None else "accepted"
 
 
 def honoured(path: str, field: str, parse: Callable[[Any], Any], doc: str) -> Key:
     return Key(path=path, field=field, parse=parse, doc=doc)
+
+
+def checked(field: str, doc: str) -> Key:
+    """A number that the training arguments set, under the field's own name."""
+    return Key(path=field, field=field, parse=values.to_int, doc=doc, shared=True)
 
 
 def accepted(path: str, note: str, *neutral: Any) -> Key:
@@ -58,6 +64,13 @@ CPU_OFFLOAD = "_cpu_offload"
 _NO_ENGINE_KNOB = "an internal switch of DeepSpeed's engine; nothing here needs it"
 _OFFLOAD_TUNING = "tuning of offload, which is not available yet"
 _MONITOR = "use report_to of the training arguments"
+
+_OWNED = "must agree with the training arguments, which set it"
+CHECKED = (
+    checked("train_micro_batch_size_per_gpu", _OWNED),
+    checked("gradient_accumulation_steps", _OWNED),
+    checked("train_batch_size", "must be micro-batch x accumulation x ranks"),
+)
 
 # Keys of DeepSpeed's zero_optimization section. Accelerate users write the same names inside deepspeed_config
 # (stock Accelerate drops them there; they are honoured here), so the table is used for both.
@@ -90,7 +103,7 @@ ZERO_KEYS: dict[str, Key] = table(
     honoured("stage3_max_live_parameters", "stage3_max_live_parameters", values.to_int, "cap on unsharded elements"),
     honoured("max_live_parameters", "stage3_max_live_parameters", values.to_int, "name without prefix"),
     honoured(
-        "stage3_max_reuse_distance", "stage3_max_reuse_distance", values.to_int, "kept whole if reused this soon"
+        "stage3_max_reuse_distance", "stage3_max_reuse_distance", values.to_int, "kept whole if used again this soon"
     ),
     honoured("max_reuse_distance", "stage3_max_reuse_distance", values.to_int, "name without prefix"),
     honoured(
@@ -175,9 +188,7 @@ _DEEPSPEED_OWN: tuple[Key, ...] = (
         for name in ("buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
     ),
     accepted("aio", "tuning of NVMe offload, which is not available yet"),
-    honoured("train_micro_batch_size_per_gpu", "train_micro_batch_size_per_gpu", values.to_int, "checked only"),
-    honoured("gradient_accumulation_steps", "gradient_accumulation_steps", values.to_int, "checked only"),
-    honoured("train_batch_size", "train_batch_size", values.to_int, "checked: micro x accumulation x ranks"),
+    *CHECKED,
     honoured("gradient_clipping", "gradient_clipping", values.to_float, "global norm limit; only if asked"),
     honoured("fp16.enabled", FP16_ENABLED, values.to_bool, "fp16 compute, fp32 master weights"),
     honoured("fp16.loss_scale", "loss_scale", values.to_float, "0: dynamic"),

@@ -4,7 +4,17 @@ import dataclasses
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.keys import DEEPSPEED_KEYS, FP16_ENABLED, ZERO_KEYS, Key, accepted, honoured, refused, table
+from hf_zero.config.keys import (
+    CHECKED,
+    DEEPSPEED_KEYS,
+    FP16_ENABLED,
+    ZERO_KEYS,
+    Key,
+    accepted,
+    honoured,
+    refused,
+    table,
+)
 
 
 # Pseudo-fields, combined by the reader.
@@ -52,10 +62,8 @@ DEEPSPEED_SECTION_KEYS: dict[str, Key] = table(
     honoured("offload_optimizer_nvme_path", "offload_optimizer_nvme_path", values.to_path, "their folder"),
     honoured("offload_param_device", "offload_param_device", values.to_lower, "home of the weights"),
     honoured("offload_param_nvme_path", "offload_param_nvme_path", values.to_path, "their folder"),
-    honoured("gradient_accumulation_steps", "gradient_accumulation_steps", values.to_int, "checked only"),
     honoured("gradient_clipping", "gradient_clipping", values.to_float, "global norm limit; only if asked"),
-    honoured("train_micro_batch_size_per_gpu", "train_micro_batch_size_per_gpu", values.to_int, "checked only"),
-    honoured("train_batch_size", "train_batch_size", values.to_int, "checked: micro x accumulation x ranks"),
+    *CHECKED,
     honoured("communication_data_type", "communication_data_type", values.to_dtype, "dtype of gradients on the wire"),
     honoured("steps_per_print", "steps_per_print", values.to_interval, "steps between reports"),
     honoured("wall_clock_breakdown", "wall_clock_breakdown", values.to_bool, "timings in the step report"),

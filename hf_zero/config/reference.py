@@ -30,15 +30,16 @@ A run has one `ZeroConfig`. It is read from what you already have: a DeepSpeed J
 `deepspeed_config` or `fsdp_config` section, training arguments, or keyword arguments. Strongest first: explicit
 arguments, the launcher's environment, DeepSpeed JSON, Accelerate YAML.
 
-`hf-zero config zero3.yaml --args --gradient_accumulation_steps 8` prints every value, where it comes from and what
-it does, or every error with file, line and fix.
+`hf-zero config zero3.yaml --args --gradient_accumulation_steps 8` prints every value that is set (`--all`: every
+value), where it comes from and what it does, or every error with file, line and fix. Behind `--args` stand the
+training script's own arguments; one that neither transformers, TRL nor hf_zero knows is an error.
 
 A rank finds its configuration in this order: explicit arguments, `HF_ZERO_CONFIG` (written by the launcher),
 `HF_ZERO_CONFIG_FILE` (a path, for plain `torchrun` and `python`), `ACCELERATE_DEEPSPEED_*`, the launcher's command
 line.
 
-Sizes may be written as a count of elements (`5e8`) or in bytes (`"25MB"`, `"64MiB"`). A key in no table is an error
-that names the nearest known key.
+Sizes may be written as a count of elements (`5e8`) or in bytes (`"25MB"`, `"64MiB"`). An unknown key is an error;
+the message suggests the closest known key. In JSON, keys that begin with `_` or `//` are comments.
 """
 
 _ACCUMULATION = """## Gradient accumulation: every combination
