@@ -116,6 +116,13 @@ def test_a_training_file_may_name_the_stage(capsys, tmp_path):
     assert {row["key"]: row["value"] for row in shown["config"]}["zero_stage"] == 2
 
 
+def test_a_training_file_may_stand_among_the_arguments_as_trl_takes_it(capsys, tmp_path):
+    training = tmp_path / "train.yaml"
+    training.write_text("output_dir: out\nzero_stage: 1\n")
+    _, shown = _json(capsys, ZERO3, "--args", "--config", training, "--bf16")
+    assert {row["key"]: row["source"] for row in shown["config"]}["zero_stage"] == f"{training}:2"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from hf_zero.placement import STAGES
 from tests import zoo
@@ -92,3 +93,13 @@ def test_the_snippets_of_the_plain_loop_train_and_write():
     assert 0 < (after - before).abs().max() < 0.1, (after - before).abs().max()
     exec(write, names)
     assert not names["model"].lm_head.weight.any()
+
+
+def test_the_models_of_the_examples_are_at_the_readers_hand():
+    """Names on the hub whose architecture the tests know, or a folder that the demo makes."""
+    root = DOCS.parent
+    text = "\n".join(page.read_text() for page in (root / "README.md", *DOCS.glob("*.md")))
+    known = set(yaml.safe_load((root / "tests/data/models.yaml").read_text()))
+    known |= {yaml.safe_load((root / "recipes/demo/sft/config_demo.yaml").read_text())["model_name_or_path"], "MODEL"}
+    named = set(re.findall(r"hf-zero plan ([\w./]\S*)|compare_stages\.py --model (\S+)", text))
+    assert len(named) > 2 and {name for pair in named for name in pair if name} - known == set()

@@ -103,7 +103,7 @@ def test_one_process_has_nothing_to_shard(folder, capsys):
 def test_a_small_model_is_shown_in_small_units(folder, capsys):
     _, out, _ = plan(capsys, folder, "--gpus", "2", "--seq-len", "64", "--no-gradient-checkpointing")
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
-    assert len(rows) == 4 and "MB (1e+06 bytes) of each rank" in out, out
+    assert len(rows) == 4 and "MB (1,000,000 bytes) of each rank" in out, out
     for row in rows:
         peak, at_rest, sent = row[-4:-1]
         assert 1 < float(peak) < 1000 and float(at_rest) > 0.1 and float(sent) > 0.1, row

@@ -66,7 +66,12 @@ def explain(
     world_size: int | None = None,
     hidden_size: int | None = None,
 ) -> ZeroConfig:
-    """The configuration that these files and arguments give together; one error holds every problem."""
+    """The configuration that these files and arguments give together; one error holds every problem.
+
+    `--config FILE` among the arguments names one more file, as TRL's scripts take it.
+    """
+    arguments = dict(arguments)
+    files = [*files, arguments.pop("config")] if "config" in arguments else files
     layers: list[Layer] = []
     claims: list[Claim] = []
     training: dict[str, tuple[Any, Origin]] = {}

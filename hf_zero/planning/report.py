@@ -140,7 +140,7 @@ def _notes(plan: Plan) -> list[str]:
     largest = max(row.footprint.largest_unit for row in rows)
     logits = max(row.footprint.logits for row in rows)
     lines = [
-        f"{unit} ({BYTES[unit]:.0e} bytes) of each rank at the moment of its peak; at rest: between steps; "
+        f"{unit} ({BYTES[unit]:,} bytes) of each rank at the moment of its peak; at rest: between steps; "
         "* recommended.",
         f"A forward leaves {', '.join(kept)} for backward. Largest unit: {size(largest)}"
         + (f", logits at most: {size(logits)}." if logits else "."),
