@@ -101,5 +101,5 @@ def test_the_models_of_the_examples_are_at_the_readers_hand():
     text = "\n".join(page.read_text() for page in (root / "README.md", *DOCS.glob("*.md")))
     known = set(yaml.safe_load((root / "tests/data/models.yaml").read_text()))
     known |= {yaml.safe_load((root / "recipes/demo/sft/config_demo.yaml").read_text())["model_name_or_path"], "MODEL"}
-    named = set(re.findall(r"hf-zero plan ([\w./]\S*)|compare_stages\.py --model (\S+)", text))
+    named = set(re.findall(r"hf-zero plan (\w[\w./-]*)|compare_stages\.py --model ([\w./-]+)", text))
     assert len(named) > 2 and {name for pair in named for name in pair if name} - known == set()
