@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import load_checkpoint_in_model
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, load_checkpoint_in_model
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroError
 from tests import zoo
 from tests.harness import distributed
@@ -265,6 +267,40 @@ def test_what_cannot_work_is_refused():
         with pytest.raises((ValueError, ZeroError), match="even_batches"):
             with accelerator.join_uneven_inputs([model]):
                 pass
+
+
+@pytest.mark.parametrize("hook", ["FP16", "BF16", "POWER_SGD"])
+def test_hooks_that_only_ddp_calls_are_refused(hook):
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook], find_unused_parameters=True)
+    with pytest.raises(ZeroError, match=f"comm_hook={hook.lower()}.*communication_data_type"):
+        make_accelerator(2, kwargs_handlers=[handler])
+    make_accelerator(2, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    forget_accelerate()
+
+
+def test_stand_ins_for_sections_of_a_deepspeed_file_are_refused():
+    accelerator = make_accelerator(2)
+    model = zoo.build("llama")
+    optimizer = DummyOptim(model.parameters())
+    for given, words in [
+        ((model, optimizer), "DummyOptim.*optimizer section.*torch.optim.AdamW"),
+        ((model, DummyScheduler(optimizer)), "DummyScheduler.*scheduler section.*get_scheduler"),
+    ]:
+        with pytest.raises(ZeroError, match=words):
+            accelerator.prepare(*given)
+    assert engine_of(model) is None, "nothing has been prepared"
+    forget_accelerate()
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_sections_that_a_script_of_its_own_would_leave_unread_are_refused(section):
+    forget_accelerate()
+    written = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    plugin = hf_zero.ZeroPlugin({"zero_optimization": {"stage": 2}, section: written[section]})
+    accelerator = hf_zero.ZeroAccelerator(cpu=True, zero_plugin=plugin)
+    with pytest.raises(ZeroError, match=f"dict: the {section} section .*only ZeroTrainer reads.*SGD"):
+        accelerator.prepare(*_model_and_optimizer("llama"))
+    forget_accelerate()
 
 
 @distributed(world_size=2)

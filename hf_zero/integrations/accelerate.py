@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DynamoBackend
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
 from hf_zero import access, grad_norm, saving
@@ -90,6 +91,38 @@ def _check_not_alone(num_processes: int) -> None:
         )
 
 
+def _check_no_hook(handler: DistributedDataParallelKwargs | None) -> None:
+    hook = DDPCommunicationHookType.NO if handler is None else handler.comm_hook
+    if hook != DDPCommunicationHookType.NO:
+        raise ZeroConfigError(
+            f"comm_hook={hook.value} would have no effect: models are not wrapped in DistributedDataParallel, which "
+            "calls it. Leave it out; `communication_data_type: bf16` in the configuration sends gradients in 16 bit"
+        )
+
+
+def _check_no_stand_in(prepared: Iterable[object]) -> None:
+    for item in prepared:
+        if isinstance(item, DummyOptim):
+            raise ZeroConfigError(
+                "DummyOptim stands for the optimizer section of a DeepSpeed file, which only ZeroTrainer reads: make "
+                "the optimizer in the script, such as torch.optim.AdamW(model.parameters(), lr=...)"
+            )
+        if isinstance(item, DummyScheduler):
+            raise ZeroConfigError(
+                "DummyScheduler stands for the scheduler section of a DeepSpeed file, which only ZeroTrainer reads: "
+                "make the scheduler in the script, such as transformers.get_scheduler(...)"
+            )
+
+
+def _check_no_section(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> None:
+    for name in ("optimizer", "scheduler"):
+        if getattr(config, name) is not None:
+            raise ZeroConfigError(
+                f"{config.where(name)}: the {name} section would have no effect: only ZeroTrainer reads it, and this "
+                f"script prepares its own {type(optimizer).__name__}. Remove the section, and write what it says there"
+            )
+
+
 def _keep_in_lockstep(model: nn.Module) -> None:
     """Set transformers' switch for models whose ranks must call the same modules.
 
@@ -127,6 +160,8 @@ class ZeroAccelerator(Accelerator):
     stay the same objects.
     """
 
+    reads_sections = False  # whether whoever uses it makes the optimizer and scheduler that a DeepSpeed file describes
+
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         for line in prepare_rank_environment():
             logger.info(line)
@@ -146,6 +181,7 @@ class ZeroAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         check_ranks_started()
         _check_not_alone(self.num_processes)
+        _check_no_hook(self.ddp_handler)
         claims = {"gradient_accumulation_steps": asked}
         if self.mixed_precision in ("bf16", "fp16"):
             claims[self.mixed_precision] = True
@@ -163,6 +199,7 @@ class ZeroAccelerator(Accelerator):
     # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        _check_no_stand_in(args)
         result = super().prepare(*args, device_placement=device_placement)
         for optimizer in self._optimizers:
             self._link(optimizer)
@@ -207,6 +244,8 @@ class ZeroAccelerator(Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
+        if not self.reads_sections:
+            _check_no_section(self.zero_plugin.config, optimizer)
         prepared = ZeroOptimizer(optimizer)
         self._optimizers.append(prepared)
         return prepared

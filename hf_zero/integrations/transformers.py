@@ -130,6 +130,7 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
             ZeroArgumentsMixin._settle(self.args, plugin)
         # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
         self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=plugin)
+        self.accelerator.reads_sections = True
         old = self.gather_function
         self.gather_function = self.accelerator.gather_for_metrics
         if isinstance(old, functools.partial):
