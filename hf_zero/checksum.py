@@ -7,17 +7,26 @@ cancel. Weights are odd, so that a change in one word can never go unnoticed.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
 _BLOCK = 1 << 15  # words whose weights are kept; small enough to stay in a core's cache
 _MASK = (1 << 64) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int32}
+
+
+def memory_of(values: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, as long as it lives.
+
+    `Tensor.numpy` would give them, too, and forbid for ever that the storage is released.
+    """
+    assert values.is_contiguous() and values.device.type == "cpu"
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
 @functools.cache
@@ -41,14 +50,13 @@ class Checksums(dict[str, int]):
 
     def __init__(self, names: Iterable[str] = (), wide: bool = False) -> None:
         super().__init__(dict.fromkeys(names, 0))
-        self._words = {**_WORDS, 8: torch.int64} if wide else _WORDS
+        self._words = {**_WORDS, 8: np.int64} if wide else _WORDS
         self._integers = np.empty(_BLOCK, dtype=np.int64)  # kept: fresh memory costs more than the products
 
     def add(self, name: str, start: int, values: Tensor) -> None:
         """Add elements `start` and following of tensor `name`; `values` are contiguous, on the CPU."""
-        flat = values.detach().reshape(-1)
-        words = flat.view(self._words[flat.itemsize]).numpy()
-        first = start * (flat.itemsize // words.itemsize)
+        words = np.frombuffer(memory_of(values), dtype=self._words[values.itemsize])
+        first = start * (values.itemsize // words.itemsize)
         total, at = self.get(name, 0), 0
         while at < len(words):
             block, column = divmod(first + at, _BLOCK)

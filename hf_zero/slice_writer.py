@@ -10,10 +10,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from hf_zero.checksum import Checksums
+from hf_zero.checksum import Checksums, memory_of
 from hf_zero.sliced_file import BUFFER_BYTES, Buffer, SlicedFile, pieces
 
 
@@ -82,7 +81,7 @@ class _Output:
 
     def write(self, values: Tensor, position: int) -> None:
         """Write the bytes of `values`, which are copied, at `position`."""
-        data = memoryview(values.view(torch.uint8).numpy())
+        data = memory_of(values)
         low, high = -position % _PAGE, len(data) - (position + len(data)) % _PAGE
         if self._direct is None:
             self._thread.write(self._path, self._cached, data, position)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_zero.checksum import Checksums
+from hf_zero.checksum import Checksums, memory_of
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -240,7 +240,7 @@ def _opened(path: str | os.PathLike) -> Iterator[int]:
 
 
 def _read_all(descriptor: int, values: Tensor, position: int) -> None:
-    data = memoryview(values.view(torch.uint8).numpy())
+    data = memory_of(values)
     while data:
         count = os.preadv(descriptor, [data], position)
         if count == 0:

@@ -92,6 +92,18 @@ def test_an_error_of_the_thread_is_raised_when_the_file_is_closed(tmp_path, monk
     assert not [thread for thread in threading.enumerate() if thread.name == "slice writer"]
 
 
+def test_storages_that_were_written_and_read_can_still_be_released(tmp_path):
+    """`Tensor.numpy` would forbid it for ever."""
+    values, target = torch.rand(_NUMEL), torch.empty(_NUMEL)
+    writer = _writer(tmp_path / "x", _NUMEL)
+    writer.put("x", "a", 0, values)
+    writer.close()
+    SlicedFile.open(tmp_path / "x").read(tmp_path / "x", [("a", 0, target)], Checksums())
+    assert torch.equal(target, values)
+    for tensor in (values, target):
+        tensor.untyped_storage().resize_(0)
+
+
 def _count(monkeypatch, owner, name, calls):
     original = getattr(owner, name)
 
