@@ -18,6 +18,7 @@ from hf_zero.loss_scale import LossScaler
 from hf_zero.partition import PERSISTENT, UnitPlan
 from hf_zero.pending import Message
 from hf_zero.placement import STAGES, Placement, Placements
+from hf_zero.precision import Precision
 from hf_zero.schedule import Limits
 from hf_zero.unit import Unit, UnitListener
 
@@ -66,7 +67,7 @@ class UnitBuilder:
     comm: Communicator
     placements: Placements
     device: torch.device
-    param_dtype: torch.dtype | None  # None: every parameter keeps its own
+    precision: Precision
     trainable: bool
     scaler: LossScaler | None
 
@@ -89,20 +90,21 @@ class UnitBuilder:
         for name, param in plan.params.items():
             if access.is_prepared(param):
                 raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
-            split.setdefault((param.dtype, param.requires_grad and self.trainable), {})[name] = param
+            key = (param.dtype, self.precision.of(param), param.requires_grad and self.trainable)
+            split.setdefault(key, {})[name] = param
         buffers, gradients = [], []
-        for (dtype, trainable), params in self._buckets(split):
+        for (own_dtype, dtype, trainable), params in self._buckets(split):
             # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
             keeps_precision = any(param.requires_grad for param in params.values())
             buffer = FlatBuffer(
                 list(params),
                 list(params.values()),
-                dtype=self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype,
+                dtype=dtype,
                 trainable=trainable,
                 placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
                 comm=self.comm,
                 device=self.device,
-                rest_dtype=dtype if keeps_precision else None,
+                rest_dtype=own_dtype if keeps_precision else None,
                 message=Message(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
             )
             buffers.append(buffer)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from hf_zero import access, grad_norm
 from hf_zero.build import (
@@ -34,6 +33,7 @@ from hf_zero.optimizer import Binding, adopt, gather_states, named_state, repack
 from hf_zero.order import HookPoint
 from hf_zero.partition import UnitPlan, partition
 from hf_zero.placement import STAGES, Placement
+from hf_zero.precision import Precision, meet_weight
 from hf_zero.prepared import attach, detach
 from hf_zero.schedule import Schedule
 from hf_zero.step import StepControl
@@ -77,7 +77,7 @@ class ZeroEngine:
         self.comm = group
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
         self.device = torch.device(device) if device is not None else default_device(model, self.comm.backend)
-        self.param_dtype = DTYPES.get(config.mixed_precision)
+        self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.bindings: list[Binding] = []
         self.scaler = scaler or (make_scaler(config) if trainable else None)
         self.control = StepControl(
@@ -94,7 +94,7 @@ class ZeroEngine:
             comm=self.comm,
             placements=self.placements,
             device=self.device,
-            param_dtype=self.param_dtype,
+            precision=self.precision,
             trainable=trainable,
             scaler=self.scaler,
         )
@@ -117,9 +117,8 @@ class ZeroEngine:
             self._points.append((hook.module, point))
         self._handles = self.schedule.register(self._points)
         self._watches = {unit: self.schedule.watch(unit) for unit in self.units}
-        if self.param_dtype is not None:
-            cast = Hook(self._cast_inputs)
-            self._handles.append(model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        for module in self.precision.layers_to_hook(model):
+            self._handles.append(module.register_forward_pre_hook(Hook(meet_weight)))
         attach(model, self)
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -130,16 +129,6 @@ class ZeroEngine:
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":
             raise_on_access(unit, param, operation)
-
-    def _cast_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Floating-point inputs meet weights of `param_dtype`; labels keep their precision."""
-
-        def cast(value: object) -> object:
-            is_float = isinstance(value, Tensor) and value.dtype in DTYPES.values()
-            return value.to(self.param_dtype) if is_float else value
-
-        kept = {name: value for name, value in kwargs.items() if name == "labels"}
-        return tree_map(cast, args), {**tree_map(cast, {k: v for k, v in kwargs.items() if k not in kept}), **kept}
 
     @property
     def model(self) -> nn.Module:

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from hf_zero.build import WHOLE_MODEL_COMPILED
 from hf_zero.hooks import drop_placeholders
 from hf_zero.model_folder import ZeroPretrainedMixin
+from hf_zero.precision import Precision, widen
 
 
 class ModelEngine(Protocol):
     """What a prepared model asks of its engine."""
+
+    @property
+    def precision(self) -> Precision:
+        """What the model computes in."""
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -34,6 +39,14 @@ class ZeroModuleMixin:
     """Added to the class of a prepared model, whose name and type checks stay as they were."""
 
     _zero_engine: ModelEngine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._zero_engine.precision
+        if precision.dtype is None:
+            return super().__call__(*args, **kwargs)
+        with precision.autocast():
+            output = super().__call__(*args, **kwargs)
+        return widen(output)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_engine.zero_grad()

@@ -102,7 +102,7 @@ class Schedule:
         for module, point in points:
             # A compiled module calls its hooks, too: the compiler must not look into them.
             pre = Hook(torch.compiler.disable(self._pre_forward_hook), point)
-            post = Hook(torch.compiler.disable(self._post_forward_hook), point)
+            post = Hook(torch.compiler.disable(self.post_forward), point)
             handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(post, always_call=True))
         return handles
@@ -130,9 +130,6 @@ class Schedule:
                     point.received[id(leaf)] = leaf._version
         self.pre_forward(point)
 
-    def _post_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
-        self.post_forward(point, output)
-
     # -- forward --------------------------------------------------------------------------------------------------
 
     def pre_forward(self, point: HookPoint) -> None:
@@ -156,7 +153,7 @@ class Schedule:
         if not torch.is_grad_enabled():
             self.reshard_all()  # nothing that was read or kept for a backward pass is needed by an evaluation
 
-    def post_forward(self, point: HookPoint, output: object) -> None:
+    def post_forward(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
         will_differentiate = self._hook_outputs(point, output)
         if in_backward():
             return
@@ -211,7 +208,7 @@ class Schedule:
         self._calls += 1
         if objects and not tensors:
             self._check_is_not_trained(point, objects)
-        hook = functools.partial(self._output_hook, point, self._calls)
+        hook = functools.partial(self.pre_backward, point, self._calls)
         differentiable = False
         for tensor in tensors:
             if tensor.requires_grad:
@@ -232,9 +229,6 @@ class Schedule:
                 "torch.no_grad()"
             )
 
-    def _output_hook(self, point: HookPoint, call: int, grad: Tensor) -> None:
-        self.pre_backward(point, call)
-
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
@@ -243,7 +237,7 @@ class Schedule:
         self._cursor = 0
         Variable._execution_engine.queue_callback(self.finish_backward)
 
-    def pre_backward(self, point: HookPoint, call: int) -> None:
+    def pre_backward(self, point: HookPoint, call: int, grad: Tensor) -> None:
         if self._any_sharded and torch.is_grad_enabled():
             raise ZeroRuntimeError(
                 "gradients of gradients (create_graph=True) are not supported at stage 3, where weights are released "

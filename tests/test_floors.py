@@ -29,6 +29,7 @@ FLOORS = {
     "masters": 1,
     "loss_scale": 1,
     "checksum": 1,
+    "precision": 1,
     "provenance": 1,
     "recipe": 1,
     "deferred": 1,

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import hf_zero
 from tests import zoo
 from tests.harness import distributed
-from tests.reference import ADAMW, OPTIMIZERS, STAGES, Plan, compare, train_zero
+from tests.reference import ADAMW, OPTIMIZERS, SGD, STAGES, Plan, average_gradients, compare, train_zero
 
 
 def _train_with_masters(name, make_optimizer, batches, plan):
-    """The bf16 mode written out: cast fp32 masters, compute in bf16, sum in fp32, step the masters."""
+    """The bf16 mode written out: cast fp32 masters, compute under autocast, sum in fp32, step the masters."""
     masters, model = zoo.build(name), zoo.build(name)
     for p in model.parameters():  # not model.to(): buffers such as rotary frequencies stay in fp32
         p.data = p.data.to(torch.bfloat16)
@@ -24,8 +24,9 @@ def _train_with_masters(name, make_optimizer, batches, plan):
             for p, master in zip(model.parameters(), masters.parameters(), strict=True):
                 p.copy_(master)
         for number in window:
-            batch = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batches(number).items()}
-            loss = model(**batch).loss
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batches(number)).loss
+            assert loss.dtype == torch.float32, name
             (loss / len(window)).backward()
             losses.append(loss.item())
             for p, master in zip(model.parameters(), masters.parameters(), strict=True):
@@ -53,6 +54,26 @@ def test_bf16_stages_equal_the_written_out_definition(name, optimizer):
         assert trace.losses == losses, f"stage {stage}: {trace.losses} {losses}"
         for key, weight in weights.items():
             assert torch.equal(trace.weights[key], weight), f"stage {stage}: {key}"
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+@distributed(world_size=2)
+def test_bf16_losses_are_near_those_of_the_stock_loop_under_autocast(name):
+    """There the weights are fp32 and so is what they are added to; the rest is the same."""
+    mine = functools.partial(zoo.batch, name, dist.get_rank())
+    stock = zoo.build(name)
+    optimizer, losses = SGD(stock.parameters()), []
+    for number in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = stock(**mine(number)).loss
+        loss.backward()
+        average_gradients(stock)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    config = hf_zero.ZeroConfig(zero_stage=3, mixed_precision="bf16")
+    trace = train_zero(zoo.build(name), SGD, mine, Plan(), config=config)
+    torch.testing.assert_close(trace.losses, losses, rtol=0, atol=2**-6)
 
 
 @distributed(world_size=4)

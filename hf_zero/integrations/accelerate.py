@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DynamoBackend
+from accelerate.utils import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    get_mixed_precision_context_manager,
+)
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
@@ -188,7 +194,7 @@ class ZeroAccelerator(Accelerator):
         plugin.settle(claims, "Accelerator", world_size=self.num_processes)
         plugin.config = plugin.config.replace(mixed_precision=self.mixed_precision)
         self.zero_plugin = self.state.zero_plugin = plugin
-        # Weights are gathered in the compute dtype: autocast, which would keep a cast of every weight, stays out.
+        # The engine runs forward under autocast, with weights that have the compute dtype already, and scales losses.
         self.native_amp, self.scaler = False, None
         self.leaves_out_state_dicts = False
         self.saves = BackgroundSaves()
@@ -276,6 +282,13 @@ class ZeroAccelerator(Accelerator):
                 engine.schedule.abort()
             access.raise_if_released(error)
             raise
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """As accelerate's, for code outside of a model's forward, which runs under it anyway."""
+        mixed = self.mixed_precision in ("bf16", "fp16")
+        with get_mixed_precision_context_manager(mixed, autocast_handler or self.autocast_handler):
+            yield
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -206,6 +206,8 @@ def _train(
 ) -> Footprint:
     meter.logits_width = vocabulary(model)
     batch = make_batch(model, scenario.batch) if inputs is None else inputs
+    if engine.precision.dtype is not None:  # autocast would do that, which the meta device has not
+        batch = {k: v.to(engine.precision.dtype) if v.is_floating_point() else v for k, v in batch.items()}
     for _ in range(_STEPS):
         meter.reset_peak()
         engine.comm.calls.clear()
