@@ -31,7 +31,7 @@ _FORMAT, _FORMATS = 2, (1, 2)
 # What resuming reads. Users may add files to a checkpoint, but none of these: a reader would take it for a part of it.
 _READ = re.compile(
     r"(model|adapter_model|zero_state)[\w-]*\.safetensors|model\.safetensors\.index\.json|trainer_state\.json|"
-    r"(scheduler|rng_state|random_states)\w*\.(pt|pth|pkl|bin|safetensors)"
+    r"(scheduler|rng_state|random_states|client_state)\w*\.(pt|pth|pkl|bin|safetensors)"
 )
 # Tensor checksums by file.
 Sums = Mapping[str, Mapping[str, int]]

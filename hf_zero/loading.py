@@ -112,6 +112,9 @@ def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict
     for tensor, origin in plan.origins.items():
         if not origin.names & names:
             continue
+        if origin.runs is None:
+            problems.append(f"'{tensor}' stands there in a form that is computed from weights")
+            continue
         shape = plan.files[plan.home[tensor]].tensors[tensor][1]
         found = layouts[files[tensor]].tensors.get(tensor) if tensor in files else None
         if found is None:

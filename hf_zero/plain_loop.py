@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ZeroLaunchError
+from hf_zero.plain_checkpoints import LoopEngine
 
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,12 @@ def shard(
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
-) -> ZeroEngine:
+) -> LoopEngine:
     """Shard `model` in place, and the state of `optimizer`, for a plain torch loop.
 
     The loop stays as it is but for `engine.backward(loss)` and `engine.clip_grad_norm_(max_norm)`; `optimizer.step()`
-    and `optimizer.zero_grad()` are called on the user's own optimizer. Call it on every rank, after
+    and `optimizer.zero_grad()` are called on the user's own optimizer. `engine.save_checkpoint(folder)` and
+    `engine.load_checkpoint(folder)` end and resume it. Call it on every rank, after
     `torch.distributed.init_process_group`. `device` is the one to train on (default: the model's; with NCCL, the
     current CUDA device for a model on the CPU).
 
@@ -39,7 +40,7 @@ def shard(
     """
     resolved = config if isinstance(config, ZeroConfig) else ZeroConfig.from_any(config or {})
     _check_joined()
-    engine = ZeroEngine(model, resolved, group=group, device=device)
+    engine = LoopEngine(model, resolved, group=group, device=device)
     if engine.comm.world_size == 1 and resolved.zero_stage > 0:
         logger.warning(lone_process(resolved.zero_stage))
     if optimizer is not None:

@@ -246,7 +246,7 @@ def test_state_of_another_model_is_refused(tmp_path):
 @distributed(world_size=2)
 def test_the_loss_scale_goes_on(tmp_path):
     import hf_zero
-    from hf_zero.integrations import state
+    from hf_zero import training_state
 
     def make():
         torch.manual_seed(0)
@@ -257,10 +257,10 @@ def test_the_loss_scale_goes_on(tmp_path):
     engine = make()
     engine.scaler.update(overflow=True)
     engine.scaler.update(overflow=False)
-    state.save_engine(engine, tmp_path, is_main=engine.comm.rank == 0)
+    training_state.save_engine(engine, tmp_path, is_main=engine.comm.rank == 0)
     again = make()
     assert again.scaler.state_dict() != engine.scaler.state_dict()
-    assert state.load_engine(again, tmp_path) == set()
+    assert training_state.load_engine(again, tmp_path) == set()
     assert again.scaler.state_dict() == engine.scaler.state_dict()
 
 

@@ -84,11 +84,13 @@ def test_the_snippet_of_accelerate_prepares_a_model():
 
 
 @distributed(world_size=2)
-def test_the_snippets_of_the_plain_loop_train_and_write():
+def test_the_snippets_of_the_plain_loop_train_save_and_write(tmp_path):
+    os.chdir(tmp_path)
     names = reader()
     before = names["model"].lm_head.weight.detach().clone()
     loop, write = snippets()[2:]
     exec(loop, names)
+    assert names["epoch"] == 1 and (tmp_path / "out/model.safetensors").is_file()
     after = names["model"].lm_head.weight.detach().float()
     assert 0 < (after - before).abs().max() < 0.1, (after - before).abs().max()
     exec(write, names)

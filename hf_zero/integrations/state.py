@@ -1,4 +1,4 @@
-"""What accelerate's and Trainer's checkpoints have in common: the engine's part of them, written by the engine."""
+"""accelerate's `save_state` and `load_state`: sharded models and their optimizers are written and read by us."""
 
 from __future__ import annotations
 
@@ -12,69 +12,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_zero import checkpoint, committed, loading, saving
+from hf_zero import checkpoint, committed, saving
 from hf_zero.background import Later, perform
 from hf_zero.building import Construction, built_aside
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.saving_plan import SavePlan, logical_state, plan_module
+from hf_zero.saving_plan import plan_module
 from hf_zero.staging import agree
+from hf_zero.training_state import load_engine, load_rest, save_engine
 
 
 if TYPE_CHECKING:
     from hf_zero.integrations.accelerate import ZeroAccelerator
-
-
-def save_engine(
-    engine: ZeroEngine,
-    folder: str | Path,
-    *,
-    name: str = checkpoint.STATE_NAME,
-    is_main: bool,
-    stored: frozenset[int] = frozenset(),
-    later: Later | None = None,
-) -> dict[str, dict[str, int]]:
-    """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
-    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
-    sums = checkpoint.save_state(
-        folder, engine.buffers, engine.bindings, engine.comm, name, is_main, stored, extra, later
-    )
-    return {name: sums}
-
-
-def load_engine(engine: ZeroEngine, folder: str | Path, name: str = checkpoint.STATE_NAME) -> set[str]:
-    """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
-    engine.before_load()
-    missing, extra = checkpoint.load_state(folder, engine.buffers, engine.bindings, engine.comm, name)
-    if engine.scaler is not None and "loss_scale" in extra:
-        engine.scaler.load_state_dict(extra["loss_scale"])
-    return missing
-
-
-def load_rest(
-    engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str], plan: SavePlan | None = None
-) -> None:
-    """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters."""
-    mastered = {
-        id(param)
-        for buffer in engine.buffers
-        if buffer.trainable
-        for name, param in zip(buffer.names, buffer.params, strict=True)
-        if name not in missing
-    }
-    logical = logical_state(model)
-    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered, plan)
-    engine.after_load()
-
-
-def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> None:
-    """Read all weights from the model's files; a collective."""
-    engine.before_load()
-    loading.load_weights(model, folder, engine.comm)
-    engine.after_load()
-
-
-# -- accelerate's save_state and load_state ---------------------------------------------------------------------------
 
 
 _CHECKPOINTS = "checkpoints"  # where accelerate puts the checkpoints that it numbers

@@ -14,13 +14,13 @@ from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from hf_zero import checkpoint, committed, loading
+from hf_zero import checkpoint, committed, loading, training_state
 from hf_zero.background import Later
 from hf_zero.building import built_aside
 from hf_zero.comm import Communicator
 from hf_zero.engine import engine_of
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.integrations import state, stock_checkpoints
+from hf_zero.integrations import stock_checkpoints
 from hf_zero.model_folder import SavedFolder, save_folder
 from hf_zero.staging import agree
 from hf_zero.unit import gathered_parameters
@@ -64,7 +64,9 @@ class ZeroCheckpointMixin:
         saved = self._saved
         assert saved is not None, "the model is saved before the optimizer"
         saved.sums.update(
-            state.save_engine(engine, output_dir, is_main=self.args.should_save, stored=saved.exact, later=self._later)
+            training_state.save_engine(
+                engine, output_dir, is_main=self.args.should_save, stored=saved.exact, later=self._later
+            )
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -154,7 +156,7 @@ class ZeroCheckpointMixin:
             with gathered_parameters(self.model, write=True):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif engine is not None:
-            state.load_weights(engine, self.model, resume_from_checkpoint)
+            training_state.load_weights(engine, self.model, resume_from_checkpoint)
         elif not self.is_in_train:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         # Otherwise the model is about to be sharded: each rank then reads its slices.
@@ -174,15 +176,15 @@ class ZeroCheckpointMixin:
         if not (folder / checkpoint.STATE_NAME).exists():
             is_stock = stock_checkpoints.find(folder)
             if slices:
-                state.load_weights(engine, self.model, checkpoint_dir)
+                training_state.load_weights(engine, self.model, checkpoint_dir)
             if is_stock:
                 self.lr_scheduler.load_state_dict(stock_checkpoints.load_optimizer(engine, folder))
             else:
                 logger.warning(f"{checkpoint_dir} holds no optimizer state: optimizer and scheduler start afresh")
             return
-        missing = state.load_engine(engine, checkpoint_dir)
+        missing = training_state.load_engine(engine, checkpoint_dir)
         if slices:
-            state.load_rest(engine, self.model, checkpoint_dir, missing)
+            training_state.load_rest(engine, self.model, checkpoint_dir, missing)
         else:
             engine.after_load()
         scheduler = torch.load(os.path.join(checkpoint_dir, SCHEDULER_NAME), map_location="cpu", weights_only=True)
@@ -199,7 +201,7 @@ class ZeroCheckpointMixin:
         engine, best = engine_of(self.model), self.state.best_model_checkpoint
         if engine is not None and self._loads_slices(best):
             logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-            state.load_weights(engine, self.model, best)
+            training_state.load_weights(engine, self.model, best)
             return
         with gathered_parameters(self.model, write=True):
             super()._load_best_model()
