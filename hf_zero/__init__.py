@@ -14,7 +14,7 @@ _HOMES = {
     "shard": "hf_zero.plain_loop",
     "gathered_parameters": "hf_zero.unit",
     "memory_report": "hf_zero.memory",
-    "profiling": "hf_zero.profiling",
+    "profiling": "hf_zero.profiler",
     "ZeroPlugin": "hf_zero.integrations.accelerate",
     "ZeroAccelerator": "hf_zero.integrations.accelerate",
     "ZeroTrainingArguments": "hf_zero.integrations.transformers",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.masters import Piece
-from hf_zero.profiling import without_notes
 from hf_zero.unit import Unit
 
 
@@ -29,6 +30,9 @@ CATEGORIES = (
     "master weights",
     "optimizer states",
 )
+
+
+_ERROR = 2  # of torch's levels for what its C++ side says
 
 
 def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
@@ -156,6 +160,30 @@ class PeakBytes:
     """The most bytes that were allocated at one time inside `measure_peak`."""
 
     value: int | None = None
+
+
+@contextlib.contextmanager
+def without_notes() -> Iterator[None]:
+    """Keep torch from noting on stderr that a profile begins, ends, and has not seen older tensors made."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reads it once, at its first use
+    level = _log_level()
+    if level is None:
+        yield
+        return
+    before, level.value = level.value, _ERROR
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _log_level() -> ctypes.c_int | None:
+    """The level below which torch's C++ side says nothing; None where this build of torch has it elsewhere."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

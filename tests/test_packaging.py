@@ -150,6 +150,12 @@ def test_entry_points_lead_to_something():
             assert callable(getattr(importlib.import_module(module), attribute)), line
 
 
+def test_no_public_name_is_that_of_a_module():
+    """Importing a module sets its name on the package, where it would hide what the package answers lazily."""
+    modules = {path.stem for path in PACKAGE.iterdir()}
+    assert modules & set(hf_zero.__all__) == set()
+
+
 def test_every_folder_of_the_package_is_a_package():
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-
-_ERROR = 2  # of torch's levels for what its C++ side says
-
-
-@contextlib.contextmanager
-def without_notes() -> Iterator[None]:
-    """Keep torch from noting on stderr that a profile begins, ends, and has not seen older tensors made."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reads it once, at its first use
-    level = _log_level()
-    if level is None:
-        yield
-        return
-    before, level.value = level.value, _ERROR
-    try:
-        yield
-    finally:
-        level.value = before
-
-
-def _log_level() -> ctypes.c_int | None:
-    """The level below which torch's C++ side says nothing; None where this build of torch has it elsewhere."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        return None
+from hf_zero.memory import without_notes
 
 
 @contextlib.contextmanager
