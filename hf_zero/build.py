@@ -151,7 +151,7 @@ def make_limits(config: ZeroConfig) -> Limits:
     )
 
 
-def _agree_on_values(model: nn.Module, comm: Communicator, device: torch.device) -> None:
+def agree_on_values(model: nn.Module, comm: Communicator, device: torch.device) -> None:
     """Have all ranks mean the same values where parameters have none yet: rank 0's, whatever the seeds; a collective.
 
     A parameter that has its values on some rank gets them on all.
@@ -165,14 +165,3 @@ def _agree_on_values(model: nn.Module, comm: Communicator, device: torch.device)
         elif source is not None:
             for tensor in source.ingredients:
                 tensor.copy_(comm.broadcast(tensor.to(device)))
-
-
-def broadcast_buffers(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """Move module buffers to the device, with rank 0's values; these also decide where parameters have none yet."""
-    _agree_on_values(model, comm, device)
-    for module in model.modules():
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = value = value.to(device)
-                if value.is_floating_point():
-                    comm.broadcast(value)

@@ -224,6 +224,16 @@ class Communicator:
             dist.broadcast(tensor, src=self._ranks[source], group=self._group)
         return tensor
 
+    def broadcast_all(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Copy `tensors` from rank `source` to all ranks, in place, in one message per dtype."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors if self.world_size > 1 else ():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in by_dtype.values():
+            flat = self.broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), source)
+            for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
     def all_gather_object(self, value: object) -> list:
         """One Python object from every rank, in rank order; for metadata and agreement on errors."""
         if self.world_size == 1:

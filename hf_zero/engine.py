@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_zero import access, grad_norm
+from hf_zero.buffers import BufferSync
 from hf_zero.build import (
     DTYPES,
     UnitBuilder,
-    broadcast_buffers,
+    agree_on_values,
     check_model,
     default_device,
     make_limits,
@@ -99,7 +100,8 @@ class ZeroEngine:
             scaler=self.scaler,
         )
         plans, hooks = partition(model, self._builder.persistence(model))
-        broadcast_buffers(model, self.comm, self.device)
+        agree_on_values(model, self.comm, self.device)
+        self._module_buffers = BufferSync(model, self.comm, self.device)
         made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
         self.units = list(made.values())
         self.masters = [piece.weight for buffer in self.buffers for piece in buffer.pieces]
@@ -108,7 +110,7 @@ class ZeroEngine:
             limits=make_limits(config),
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
-        self.schedule.before_forward = self.refresh_structure
+        self.schedule.before_forward = self._before_forward
         self.schedule.before_backward = self._before_backward
         self._points = []
         for hook in hooks:
@@ -311,6 +313,11 @@ class ZeroEngine:
     def step_was_skipped(self) -> bool:
         """Whether the last optimizer step was left out because a gradient was inf or nan."""
         return self.control.skipped
+
+    def _before_forward(self) -> None:
+        self.refresh_structure()
+        if self.trainable:
+            self._module_buffers.before_forward(reduces=self.schedule.sync)
 
     def _before_backward(self) -> None:
         self.comm.prepare_reductions()

@@ -34,6 +34,7 @@ FLOORS = {
     "recipe": 1,
     "deferred": 1,
     "background": 2,
+    "buffers": 2,
     "failures": 2,
     "flat_buffer": 2,
     "sliced_file": 2,

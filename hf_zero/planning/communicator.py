@@ -94,6 +94,7 @@ class PlannedCommunicator(Communicator):
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        self._count("broadcast", tensor.nbytes)
         return tensor
 
     def all_gather_object(self, value: object) -> list:
