@@ -58,9 +58,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def computed_weights(model: nn.Module) -> set[str]:
+    """The weights that the model's files do not hold as they stand, but as something that a converter computes."""
+    return {name for origin in _plan(model).computed.values() for name in origin.names}
+
+
 def can_load(model: nn.Module) -> bool:
-    """Whether the model's files hold its weights as they stand, and not as something that a converter computes."""
-    return not _plan(model).computed
+    """Whether the model's files hold its weights as they stand."""
+    return not computed_weights(model)
 
 
 def load_weights(

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero import committed, plain_values, training_state
+from hf_zero import committed, loading, plain_values, training_state
 from hf_zero.background import BackgroundSaves
 from hf_zero.building import built_aside
 from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ZeroCheckpointError
 from hf_zero.model_folder import save_folder
+from hf_zero.saving_plan import logical_state
 from hf_zero.staging import agree
 
 
@@ -45,6 +47,7 @@ class LoopEngine(ZeroEngine):
         Raises ZeroCheckpointError on all ranks where one cannot write, and then the old folder is as it was.
         """
         final, is_main = Path(folder).resolve(), self.comm.rank == 0
+        self._check_readable()
         # Before the first byte, and on all ranks.
         agree(self.comm, lambda: plain_values.check(dict(client_state or {}), "client_state") if is_main else None)
         generators = self.comm.all_gather_object(_random_states(self.device))
@@ -65,6 +68,17 @@ class LoopEngine(ZeroEngine):
                 if is_main:
                     plain_values.write(built / RANDOM_STATES_NAME, generators)
                     plain_values.write(built / CLIENT_STATE_NAME, dict(client_state or {}))
+
+    def _check_readable(self) -> None:
+        """Raise where a weight has no master, and `load_checkpoint` could not read it from the model's files."""
+        trained = {id(param) for buffer in self.buffers if buffer.trainable for param in buffer.params}
+        weights = logical_state(self.model)
+        lost = sorted(name for name in loading.computed_weights(self.model) if id(weights[name]) not in trained)
+        if lost and not _has_adapters(self.model):
+            raise ZeroCheckpointError(
+                f"'{lost[0]}' is not trained, and the files of {type(self.model).__name__} hold something computed "
+                "from it, which cannot be read back: use ZeroAccelerator, whose save_state writes weights as they are"
+            )
 
     def load_checkpoint(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote, at any number of ranks and stage; a collective.

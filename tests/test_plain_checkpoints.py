@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero import committed
+from hf_zero import committed, loading
 from hf_zero.errors import ZeroCheckpointError
 from tests import zoo
 from tests.harness import distributed, run_ranks
 from tests.test_checkpoint_faults import _die_at
 from tests.test_save_state import no_space
+from tests.test_saving import _convert
 
 
 ROWS = 8
@@ -146,6 +147,32 @@ def test_adapters(tmp_path):
     whole = _save_and_go_on(tmp_path / "saved", 3, make=with_adapters)
     assert _go_on(tmp_path / "saved", 3, make=with_adapters) == whole
     assert (tmp_path / "saved/adapter_config.json").is_file()
+
+
+def computed(seed):
+    """Its files hold weights that a converter computes."""
+    return _convert(llama(seed))
+
+
+def computed_and_frozen(seed):
+    model = computed(seed)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    return model
+
+
+@distributed(world_size=2)
+def test_weights_that_the_files_hold_in_another_form(tmp_path):
+    """Those that are trained have masters; others could not be read back, which is said and not left out."""
+    whole = _save_and_go_on(tmp_path / "saved", 3, make=computed)
+    assert _go_on(tmp_path / "saved", 2, make=computed) == whole
+    loop = Loop(3, make=computed_and_frozen)
+    with pytest.raises(
+        ZeroCheckpointError, match="'model.layers.0.mlp.down_proj.weight' is not trained, and the files"
+    ):
+        loop.save(tmp_path / "frozen")
+    assert not (tmp_path / "frozen").exists()
+    with pytest.raises(ZeroCheckpointError, match="down.weight' stands there in a form that is computed from weights"):
+        loading.load_weights(loop.model, tmp_path / "saved", loop.engine.comm)
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])

@@ -187,8 +187,10 @@ class ZeroCheckpointMixin:
             training_state.load_rest(engine, self.model, checkpoint_dir, missing)
         else:
             engine.after_load()
-        scheduler = torch.load(os.path.join(checkpoint_dir, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-        self.lr_scheduler.load_state_dict(scheduler)
+        agree(engine.comm, lambda: self._load_schedule(folder / SCHEDULER_NAME))
+
+    def _load_schedule(self, path: Path) -> None:
+        self.lr_scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         engine = engine_of(self.model)
