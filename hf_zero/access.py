@@ -177,6 +177,15 @@ def take_grad(param: nn.Parameter) -> Tensor:
     return grad
 
 
+def gets_gradient(param: nn.Parameter) -> bool:
+    """Inside backward: whether the graph that autograd goes through leads to the parameter."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        if not Tensor.requires_grad.__get__(param):
+            return False
+        accumulate, _ = Tensor.view_as(param, param).grad_fn.next_functions[0]
+    return torch._C._will_engine_execute_node(accumulate)
+
+
 def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
     """Make `owner` answer for `params`; only a weak reference hangs on each tensor."""
     for param in params:

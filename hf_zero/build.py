@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hf_zero.pending import Message
 from hf_zero.placement import STAGES, Placement, Placements
 from hf_zero.precision import Precision
 from hf_zero.schedule import Limits
-from hf_zero.unit import Unit, UnitListener
+from hf_zero.unit import Tally, Unit, UnitListener
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,6 +70,7 @@ class UnitBuilder:
     precision: Precision
     trainable: bool
     scaler: LossScaler | None
+    unsharded: Tally = field(default_factory=Tally)
 
     def persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
         """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
@@ -110,7 +111,7 @@ class UnitBuilder:
             buffers.append(buffer)
             if trainable:
                 gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type], self.scaler))
-        return Unit(plan.name, index, buffers, gradients, listener)
+        return Unit(plan.name, index, buffers, gradients, listener, self.unsharded)
 
     def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
         """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""

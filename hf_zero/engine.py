@@ -108,6 +108,7 @@ class ZeroEngine:
         self.schedule = Schedule(
             self.units,
             limits=make_limits(config),
+            unsharded=self._builder.unsharded,
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self._before_forward
@@ -131,6 +132,7 @@ class ZeroEngine:
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":
             raise_on_access(unit, param, operation)
+        self.schedule.read_outside(unit)
 
     @property
     def model(self) -> nn.Module:

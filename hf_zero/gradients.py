@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence, Set
 import torch
 from torch import Tensor, nn
 
+from hf_zero import access
+from hf_zero.errors import ZeroRuntimeError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.loss_scale import LossScaler
 from hf_zero.masters import Piece
@@ -31,14 +33,17 @@ class GradientBuffer:
         self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
         self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
         self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
-        self.complete = False  # all of them
+        # Parameters of which backward passes may have left unreduced sums, on this rank or another.
+        self._unreduced: frozenset[int] = frozenset()
+        self._all = frozenset(range(len(buffer.params)))
+        self.numel = buffer.layout.padded_numel  # that a reduction moves
         self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
         self._pending: Pending | None = None
 
     @property
-    def has_sums(self) -> bool:
-        """Whether gradients were collected and not reduced."""
-        return bool(self._sums)
+    def is_unreduced(self) -> bool:
+        """Whether backward passes may have left unreduced sums; the same on every rank."""
+        return bool(self._unreduced)
 
     @property
     def held(self) -> list[Tensor]:
@@ -46,11 +51,19 @@ class GradientBuffer:
         return list(self._sums.values()) if self._flat is None else [self._flat]
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Take the gradient of parameter `index` over; a second one in the same window is added."""
+        """Take the gradient of parameter `index` over; a second one in the same window is added.
+
+        Raises ZeroRuntimeError where it comes after its reduction, which the other ranks may not repeat.
+        """
+        if not self._unreduced:
+            raise ZeroRuntimeError(
+                f"a gradient of '{self.buffer.names[index]}' came after all calls of its module were over: a "
+                "checkpointed function reads the parameter outside of its module. Use checkpointing with "
+                "use_reentrant=False"
+            )
         if grad.is_sparse:
             grad = grad.to_dense()
         self._arrived.add(index)
-        self.complete = len(self._arrived) == len(self.buffer.params)
         self.used.add(index)
         layout = self.buffer.layout
         if index in self._sums:
@@ -77,6 +90,13 @@ class GradientBuffer:
         self.finish_reduce()
         self._pending = self.buffer.reduce(self._parts(), self._unscale)
         self.drop()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether this rank's backward pass still has to compute a gradient of one of the parameters."""
+        if len(self._arrived) == len(self._all):
+            return False
+        return any(access.gets_gradient(self.buffer.params[index]) for index in self._all - self._arrived)
 
     def _parts(self) -> list[Tensor]:
         """Everything collected, end to end as the parameters are laid out, with zeros for what is missing."""
@@ -152,24 +172,29 @@ class GradientBuffer:
         """An optimizer has stepped the parameters `held`: whether they get a gradient is noted afresh."""
         self.used = {index for index in self.used if self.buffer.params[index] not in held}
 
-    def end_backward(self) -> None:
+    def begin_backward(self) -> None:
         self._arrived.clear()
-        self.complete = False
+        self.expect()
+
+    def expect(self) -> None:
+        """Gradients may come, on this rank or another."""
+        self._unreduced = self._all
 
     def drop(self) -> None:
         """Forget what was collected and not reduced."""
         self._flat, self._rooms = None, ()
         self._sums.clear()
-        self.end_backward()
+        self._unreduced = frozenset()
 
     def drop_sums(self, held: Set[nn.Parameter]) -> None:
         """Forget what was collected for the parameters `held`."""
-        for index, param in enumerate(self.buffer.params):
-            if param in held:
-                self._sums.pop(index, None)
-                self.used.discard(index)
+        dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
+        for index in dropped:
+            self._sums.pop(index, None)
+            self.used.discard(index)
         if not self._sums:
             self._flat, self._rooms = None, ()
+        self._unreduced -= dropped
 
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""

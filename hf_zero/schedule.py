@@ -4,18 +4,19 @@
 gradient of an output of call k of a hooked module is complete, every node created after that output has run: all calls
 after k are done, their weights included, and can be resharded. (A parameter's own gradient is no such signal where
 some weights are frozen: the input gradient of a frozen layer may be computed after it.) Reentrant checkpointing runs a
-backward pass inside the backward pass; when the outer one goes on, the inner ones, with higher ids, are over.
+backward pass inside the backward pass; when the outer one goes on, the inner ones, with higher ids, are over. What it
+calls in forward has no gradients of its own then; the gradient of its input says that it is done.
 
-[Note: reduction order] All ranks must issue the same reductions in the same order, but which gradients arrive, and
-when, may differ between them (experts without tokens, branches). Reductions are therefore issued in one fixed order,
-last unit first; what has not arrived by the end of backward is reduced as zeros.
+[Note: reductions] All ranks must issue the same collectives in the same order, but which gradients arrive may differ
+between them (experts without tokens, branches). So a unit is reduced when backward has left it behind for good, with
+zeros for what is missing: that moment depends on the calls of modules only. Where even these differ, at stages 0 to 2,
+the order is still the same, last unit first.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -29,9 +30,10 @@ from hf_zero import access
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.gradients import GradientBuffer
 from hf_zero.hooks import Hook, NoHook
-from hf_zero.order import ForwardOrder, HookPoint
+from hf_zero.order import ForwardOrder, HookPoint, Place, Progress
 from hf_zero.outputs import find_tensors
-from hf_zero.unit import Unit, UnitState
+from hf_zero.reductions import Reductions
+from hf_zero.unit import Tally, Unit, UnitState
 
 
 logger = logging.getLogger(__name__)
@@ -53,17 +55,14 @@ _ALLOWED = {
     (Phase.BACKWARD, Phase.IDLE),
 }
 
-# Reductions that may be under way at once: one runs while the next unit's gradients are collected.
-_MAX_REDUCTIONS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How far ahead and how long values are held at stage 3, in elements; DeepSpeed's stage3_* keys of these names."""
 
     overlap: bool = True  # gather ahead and reduce behind, instead of waiting for each collective
-    prefetch: int = 1  # gathered ahead: the next unit always, further ones as long as they fit
-    live: int = 10**9  # not gathered ahead and not kept beyond this many
+    prefetch: int = 1  # gathered ahead: the next unit always (but for 0), further ones as long as they fit
+    live: int = 10**9  # beyond this many no further ones are gathered ahead, and none are kept
     reuse: int = 0  # kept after forward if used again before this many others
 
 
@@ -75,18 +74,18 @@ def in_backward() -> bool:
 class Schedule:
     """Reacts to the hooks of one model."""
 
-    def __init__(self, units: list[Unit], *, limits: Limits, reduce_every_microbatch: bool) -> None:
+    def __init__(self, units: list[Unit], *, limits: Limits, unsharded: Tally, reduce_every_microbatch: bool) -> None:
         self.units = units
+        self._unsharded = unsharded
         self.limits = limits
         self.reduce_every_microbatch = reduce_every_microbatch
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
         self.before_forward: Callable[[], None] = NoHook()
         self.before_backward: Callable[[], None] = NoHook()
-        self._cursor = 0  # how many of `_gradients` have been issued in this backward pass
-        self._reducing: deque[GradientBuffer] = deque()
-        self._order = ForwardOrder()
-        self._calls = 0  # forward calls of hooked modules so far
+        self._order, self._progress = ForwardOrder(), Progress()
+        self._differentiable = False  # gradients will be taken of what the forward pass under way calls...
+        self._began = 0  # ...which began after so many calls
         self._live: dict[Unit, tuple[int, int]] = {}  # unsharded for (backward pass, call): see [Note: backward order]
         self.units_changed()
 
@@ -117,41 +116,54 @@ class Schedule:
 
     def units_changed(self) -> None:
         """Units were replaced: forget what is known of the old ones."""
-        self._gradients = [gradient for unit in reversed(self.units) for gradient in unit.gradients]
+        self._reductions = Reductions(self.units, overlap=self.limits.overlap)
         self._any_sharded = any(unit.sharded for unit in self.units)
         self._order.forget()
+        self._progress.forget()
         self._live.clear()
 
     def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        point.received.clear()
-        if point.announces_backward and torch.is_grad_enabled():
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    point.received[id(leaf)] = leaf._version
-        self.pre_forward(point)
+        inputs = []
+        if torch.is_grad_enabled() or self._differentiable:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        point.received = {id(tensor): tensor._version for tensor in inputs}
+        self.pre_forward(point, inputs)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, point: HookPoint) -> None:
-        if in_backward():  # recomputation under activation checkpointing: order and prefetch belong to backward
+    def pre_forward(self, point: HookPoint, inputs: list[Tensor]) -> None:
+        """Unshard what the call needs; `inputs` are those of its inputs that require a gradient."""
+        if in_backward():  # recomputation under activation checkpointing
             self._recompute(point)
             return
         if point.is_root:
-            self._begin_forward()
+            self._begin_forward(point)
+        elif self.phase is Phase.IDLE and self._order.begins_at(point):  # a part of the model is called by itself
+            self._begin_pass(point)
+        if self._differentiable and not torch.is_grad_enabled():  # reentrant checkpointing
+            self._hook_inputs(inputs)
+        self._order.visit(point)
+        if self._differentiable:
+            self._progress.use(point.units, self._order.calls)
         for unit in point.units:
             unit.unshard()
-        if self.phase is Phase.FORWARD:
-            self._order.visit(point)
-            self._gather_ahead(self._order.upcoming(then_backward=False))
+        self._gather_ahead(self._order.upcoming(then_backward=False))
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, point: HookPoint) -> None:
         if self.phase is not Phase.IDLE:  # an exception has cut off the pass before
             self.abort()
         self.before_forward()
         self._enter(Phase.FORWARD)
-        self._order.begin()
-        if not torch.is_grad_enabled():
+        self._begin_pass(point)
+        if not self._differentiable:
             self.reshard_all()  # nothing that was read or kept for a backward pass is needed by an evaluation
+
+    def _begin_pass(self, point: HookPoint) -> None:
+        self._order.begin(point)
+        self._began = self._order.calls
+        self._differentiable = torch.is_grad_enabled()
+        if self._differentiable:
+            self._progress.begin_forward()
 
     def post_forward(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
         will_differentiate = self._hook_outputs(point, output)
@@ -159,21 +171,26 @@ class Schedule:
             return
         if not point.is_root:
             for unit in point.units:
-                soon = self.phase is Phase.FORWARD and unit.sharded and self._used_again_soon(unit, will_differentiate)
-                if not soon:
+                if not (unit.sharded and self._used_again_soon(unit, will_differentiate)):
                     self._reshard(unit)
         elif self.phase is Phase.FORWARD:
             self._order.complete()
             if not will_differentiate:
+                self._progress.forget_since(self._began)
                 self.reshard_all()
             self._enter(Phase.IDLE)
+
+    def read_outside(self, unit: Unit) -> None:
+        """A parameter is read from outside of its modules: as if one of them was called."""
+        if self._differentiable and self._order.is_open and not in_backward():
+            self._progress.use([unit], self._order.note_read())
 
     def _used_again_soon(self, unit: Unit, then_backward: bool) -> bool:
         """Whether keeping the unit saves a gather within the reuse distance (the last of forward: at no distance)."""
         passed = 0
         for point in self._order.upcoming(then_backward):
             if unit in point.units:
-                return passed == 0 or self._live_numel() <= self.limits.live
+                return passed == 0 or self._unsharded.numel <= self.limits.live
             passed += sum(other.numel for other in point.units)
             if passed > self.limits.reuse:
                 break
@@ -186,29 +203,24 @@ class Schedule:
         for point in upcoming:
             units = [unit for unit in point.units if unit.sharded]
             numel = sum(unit.numel for unit in units)
-            if ahead and ahead + numel > self.limits.prefetch:
-                return
-            ahead += numel
             resting = [unit for unit in units if unit.state is UnitState.RESTING]
-            if resting and self._live_numel() + sum(unit.numel for unit in resting) > self.limits.live:
+            live = self._unsharded.numel + sum(unit.numel for unit in resting)
+            if ahead and (ahead + numel > self.limits.prefetch or live > self.limits.live):
                 return
             for unit in resting:
                 unit.begin_unshard()
+            ahead += numel
             if ahead >= self.limits.prefetch:
                 return
-
-    def _live_numel(self) -> int:
-        return sum(unit.numel for unit in self.units if unit.sharded and unit.state is not UnitState.RESTING)
 
     def _hook_outputs(self, point: HookPoint, output: object) -> bool:
         """Have `pre_backward` called before a gradient enters this call; whether there is such a gradient."""
         if not torch.is_grad_enabled():
             return False
         tensors, objects = find_tensors(output)
-        self._calls += 1
         if objects and not tensors:
             self._check_is_not_trained(point, objects)
-        hook = functools.partial(self.pre_backward, point, self._calls)
+        hook = functools.partial(self.pre_backward, point, self._order.here)
         differentiable = False
         for tensor in tensors:
             if tensor.requires_grad:
@@ -229,37 +241,59 @@ class Schedule:
                 "torch.no_grad()"
             )
 
+    def _hook_inputs(self, inputs: list[Tensor]) -> None:
+        """Have `_reach` called when backward has left the call that follows."""
+        for tensor in inputs:
+            tensor.register_hook(functools.partial(self._reach, self._order.here))
+
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
         self.before_backward()
         self._enter(Phase.BACKWARD)
-        self._cursor = 0
+        self._order.complete()
+        self._order.begin_backward()
+        self._reductions.begin_backward()
         Variable._execution_engine.queue_callback(self.finish_backward)
 
-    def pre_backward(self, point: HookPoint, call: int, grad: Tensor) -> None:
+    def pre_backward(self, point: HookPoint, place: Place, grad: Tensor) -> None:
         if self._any_sharded and torch.is_grad_enabled():
             raise ZeroRuntimeError(
                 "gradients of gradients (create_graph=True) are not supported at stage 3, where weights are released "
                 "after each pass: use stage 2"
             )
+        task = torch._C._current_graph_task_id()
+        self._reshard_done(task, place.calls, point)
+        self._reach(place, grad)
+        for unit in self._unshard_in_backward(point):
+            self._live[unit] = (task, place.calls)
+        self._gather_ahead(self._order.upcoming_in_backward(point))
+
+    def _reach(self, place: Place, grad: Tensor) -> None:
+        """Backward has come back to `place`: reduce what it has left behind (see [Note: reductions])."""
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        self._order.reach(place)
+        if self._progress.reach(place.calls) and self._reducing_now:
+            self._reductions.begin(self._progress.has_left)
+
+    def _recompute(self, point: HookPoint) -> None:
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
         task = torch._C._current_graph_task_id()
-        self._reshard_done(task, call, point)
-        for unit in point.units:
-            unit.unshard()
-            if not point.is_root:
-                self._live[unit] = (task, call)
-        self._gather_ahead(self._order.upcoming_in_backward(point))
+        self._reshard_done(task, self._order.calls, point)
+        upcoming = self._order.recompute(point)
+        self._progress.use(point.units, self._order.calls)
+        for unit in self._unshard_in_backward(point):
+            self._live.setdefault(unit, (task, 0))  # until its own pre_backward has come
+        self._gather_ahead(upcoming)
 
-    def _recompute(self, point: HookPoint) -> None:
-        task = torch._C._current_graph_task_id()
-        self._reshard_done(task, self._calls, point)
+    def _unshard_in_backward(self, point: HookPoint) -> list[Unit]:
+        """Unshard what backward has come to, and answer what is to be resharded when it has left it behind."""
+        self._reductions.come_to(point.units)
         for unit in point.units:
             unit.unshard()
-            if not point.is_root:
-                self._live.setdefault(unit, (task, 0))  # until its own pre_backward has come
+        return [] if point.is_root else [unit for unit in point.units if unit.sharded]
 
     def _reshard_done(self, task: int, call: int, point: HookPoint) -> None:
         """Reshard what backward has left behind (see [Note: backward order])."""
@@ -269,56 +303,33 @@ class Schedule:
                 self._reshard(unit)
 
     def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
-        """A parameter's gradient is there: take it over, and reduce what is complete."""
+        """A parameter's gradient is there: take it over."""
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
         gradient.add(index, access.take_grad(param))
-        if gradient.complete and self._reducing_now:
-            self._issue(lambda: self._gradients[self._cursor].complete)
 
     @property
     def _reducing_now(self) -> bool:
         return self.sync or self.reduce_every_microbatch
 
-    def _issue(self, ready: Callable[[], bool]) -> None:
-        """Start reductions in the fixed order while they are ready (see [Note: reduction order])."""
-        while self._cursor < len(self._gradients) and ready():
-            gradient = self._gradients[self._cursor]
-            self._cursor += 1
-            self._begin_reduce(gradient)
-
-    def _begin_reduce(self, gradient: GradientBuffer) -> None:
-        gradient.begin_reduce()
-        self._reducing.append(gradient)
-        # A transfer that makes no progress by itself is finished at once, which frees its buffers.
-        if len(self._reducing) > (_MAX_REDUCTIONS if self.limits.overlap and gradient.reduces_beside else 0):
-            self._reducing.popleft().finish_reduce()
-
     def finish_backward(self) -> None:
         """The end of a backward pass: reduce what is left, release everything."""
         if self._reducing_now:
             self.reduce_all()
-        for gradient in self._gradients:
-            gradient.end_backward()
+        self._progress.end_backward()
         self.reshard_all()
         self._enter(Phase.IDLE)
 
     def reduce_all(self) -> None:
-        """Reduce everything that has not been reduced in this pass, and wait for it."""
-        self._issue(lambda: True)
-        for gradient in self._gradients:
-            if gradient.has_sums:  # came after its reduction (reentrant checkpointing)
-                self._begin_reduce(gradient)
-        while self._reducing:
-            self._reducing.popleft().finish_reduce()
-        self._cursor = 0
+        """Reduce everything that is not reduced yet, and wait for it."""
+        self._reductions.finish()
 
     # -- between passes -------------------------------------------------------------------------------------------
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether micro-batches have left sums that were not reduced yet."""
-        return any(gradient.has_sums for gradient in self._gradients)
+        """Whether passes have left sums that were not reduced; the same on every rank."""
+        return self._reductions.missing
 
     def _reshard(self, unit: Unit) -> None:
         if not unit.holds and not unit.accessed:
@@ -336,14 +347,15 @@ class Schedule:
 
         Of a backward pass nobody can tell what it has added to earlier ones, so all gradients since the last step go.
         """
-        while self._reducing:
-            self._reducing.popleft().finish_reduce()
+        self._reductions.wait()
         if self.phase is Phase.BACKWARD:
             logger.warning(
                 "hf_zero: a backward pass failed: the gradients of all micro-batches since the last step are dropped"
             )
-            for gradient in self._gradients:
-                gradient.forget()
-        self._cursor = 0
+            for unit in self.units:
+                for gradient in unit.gradients:
+                    gradient.forget()
+        self._order.complete()
+        self._progress.end_backward()
         self.reshard_all()
         self.phase = Phase.IDLE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -23,6 +24,13 @@ class UnitState(Enum):
     RESTING = "resting"  # values released; each rank holds its slice
     GATHERING = "gathering"  # an all-gather is under way
     READY = "ready"  # values are there
+
+
+@dataclass
+class Tally:
+    """How many elements of sharded units are unsharded, or on their way."""
+
+    numel: int = 0
 
 
 class UnitListener(Protocol):
@@ -53,6 +61,7 @@ class Unit:
         buffers: list[FlatBuffer],
         gradients: list[GradientBuffer],
         listener: UnitListener,
+        unsharded: Tally,
     ) -> None:
         self.name, self.index = name, index
         self.buffers, self.gradients = buffers, gradients
@@ -65,7 +74,7 @@ class Unit:
         self._touched = False  # `.data` was handed out since the last look for writes
         self._pending: list[Pending] = []
         self.outdated = False  # a parameter that was frozen is to be trained
-        self.listener = listener
+        self.listener, self._unsharded = listener, unsharded
         access.claim(self.params, self)
         if self.sharded:
             self.state = UnitState.RESTING
@@ -78,11 +87,20 @@ class Unit:
     # -- unshard and reshard ---------------------------------------------------------------------------------------
 
     def begin_unshard(self) -> None:
-        """Start the gather of a resting unit; the values may be used after `unshard`."""
+        """Start the gather of a resting unit; the values may be used after `unshard`.
+
+        Where memory runs out the unit rests, and no collective was begun: the next try is in step with other ranks.
+        """
         if self.state is UnitState.RESTING:
-            for buffer in self.buffers:
-                buffer.allocate()
-                self._pending.append(buffer.gather())
+            try:
+                for buffer in self.buffers:
+                    buffer.allocate()
+            except BaseException:
+                for buffer in self.buffers:
+                    buffer.release()
+                raise
+            self._pending = [buffer.gather() for buffer in self.buffers]
+            self._unsharded.numel += self.numel
             self.state = UnitState.GATHERING
 
     def unshard(self) -> None:
@@ -107,6 +125,7 @@ class Unit:
             else:
                 buffer.release()
         self.accessed = False
+        self._unsharded.numel -= self.numel
         self.state = UnitState.RESTING
         access.guard(self.params)
 
@@ -191,6 +210,7 @@ class Unit:
         """Give every parameter whole values of its own again, as plain `nn.Parameter`."""
         self.unshard()
         self.adopt_writes()
+        self._unsharded.numel -= self.numel if self.sharded else 0
         access.disclaim(self.params)
         for buffer in self.buffers:
             buffer.detach_parameters()

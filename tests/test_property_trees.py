@@ -151,8 +151,6 @@ def _train(tree):
         Plan(steps=3, accumulation=tree.accumulation, clip=tree.clip),
         optimizer=RMSPROP if tree.rmsprop else SGD,
         micro=_micro,
-        # Reentrant recomputation delivers the gradient of a repeated block in parts, which are reduced apart.
-        exact=False if tree.checkpoints == "reentrant" else None,
         before_step=_peek if tree.peek else no_change,
         config=dict(tree.options),
     )

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.order import ForwardOrder, HookPoint
+from hf_zero.order import ForwardOrder, HookPoint, Progress
 from hf_zero.unit import UnitState
 from tests.harness import distributed
 
@@ -150,21 +150,73 @@ def test_the_order_is_learnt_and_forgotten():
     order = ForwardOrder()
 
     def follow(points):
-        order.begin()
+        order.begin(points[0])
         seen = []
         for point in points:
             order.visit(point)
-            seen.append("".join(p.name for p in order.upcoming(then_backward=True)))
+            seen.append(names(order.upcoming(then_backward=True)))
         order.complete()
         return seen
 
     assert follow([a, b, c]) == ["", "", ""]
     assert follow([a, b, c]) == ["bccba", "ccba", "cba"]
-    assert [p.name for p in order.upcoming_in_backward(c)] == ["b", "a"]
-    assert [p.name for p in order.upcoming_in_backward(a)] == []
+    assert follow([b, c]) == ["", ""], "a pass that begins elsewhere is another one"
+    assert follow([b, c]) == ["ccb", "cb"]
     assert follow([a, c, b]) == ["bccba", "", ""]
     assert follow([a, c]) == ["cbbca", "bbca"]
     assert follow([a, c]) == ["cca", "ca"]
+
+
+def names(points):
+    return "".join(point.name for point in points)
+
+
+def test_the_way_back():
+    root = HookPoint("r", [], True, True)
+    a, b, c, other = (HookPoint(name, [], True, False) for name in "abco")
+    order, places = ForwardOrder(), []
+    order.begin(root)
+    for point in (root, a, b, a, c):
+        order.visit(point)
+        places.append(order.here)
+    last = order.here
+    order.complete()
+    order.begin_backward()
+    order.reach(last)
+    assert names(order.upcoming_in_backward(root)) == "caba"
+    order.reach(places[4])
+    assert names(order.upcoming_in_backward(c)) == "aba"
+    order.reach(places[3])
+    assert names(order.upcoming_in_backward(a)) == "b", "units of the same module need no other gather"
+    order.reach(last)
+    assert names(order.upcoming_in_backward(root)) == "aba", "an output inside of the model does not lead back up"
+    assert names(order.recompute(b)) == "aa", "the rest of what is recomputed, then backward"
+    assert names(order.recompute(other)) == ""
+    assert names(order.upcoming_in_backward(a)) == "b", "the place is not lost"
+    order.reach(places[1])
+    assert names(order.upcoming_in_backward(a)) == ""
+
+
+def test_what_backward_has_left_behind():
+    a, b, unknown = object(), object(), object()
+    progress = Progress()
+    progress.begin_forward()
+    for call, unit in enumerate([a, b, b, a], start=1):
+        progress.use([unit], call)
+    assert not any(map(progress.has_left, (a, b, unknown))), "before backward"
+    assert progress.reach(3) and not progress.has_left(b) and progress.has_left(unknown)
+    assert progress.reach(1) and progress.has_left(b) and not progress.has_left(a)
+    assert not progress.reach(2), "backward does not go back up"
+    assert progress.reach(0) and progress.has_left(a)
+    progress.end_backward()
+    progress.begin_forward()
+    progress.use([b], 5)
+    progress.begin_forward()
+    progress.use([a, b], 6)
+    progress.forget_since(5)
+    assert progress.reach(4) and progress.has_left(a) and progress.has_left(b)
+    progress.end_backward()
+    assert not any(map(progress.has_left, (a, b, unknown))), "until the next pass"
 
 
 @distributed(world_size=2)

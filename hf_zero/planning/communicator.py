@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Communicator
+from hf_zero.peer_transport import CACHED
 from hf_zero.pending import NAMELESS, Deliver, Message, Pending, wide
-
-
-_CHUNK = 1 << 18  # elements of a part that is read from a peer's memory
 
 
 class PlannedCommunicator(Communicator):
@@ -31,7 +29,7 @@ class PlannedCommunicator(Communicator):
         *,
         deterministic: bool = False,
         peer_memory: bool = True,
-        on_buffer: Callable[[list[Tensor]], None] = len,
+        on_buffer: Callable[[Sequence[Tensor]], None] = len,
     ) -> None:
         self.deterministic, self.monitor = deterministic, None
         self.calls: Counter[str] = Counter()
@@ -41,6 +39,7 @@ class PlannedCommunicator(Communicator):
         self._reads_peers = peer_memory and backend == "gloo"
         self._on_buffer = on_buffer
         self._lent: Sequence[Tensor] = ()
+        self._read: Sequence[Tensor] = ()  # room for what is read from a peer, and for the sum
 
     def prepare_reductions(self) -> None:
         """Nothing to prepare."""
@@ -55,6 +54,8 @@ class PlannedCommunicator(Communicator):
 
     def settle(self, what: Message | None = None) -> None:
         self._lent = ()
+        if what is None:
+            self._read = ()
 
     def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
         if self.world_size == 1:
@@ -63,13 +64,17 @@ class PlannedCommunicator(Communicator):
         self._count("reduce_scatter", numel * parts[0].itemsize * (self.world_size - 1))
         held = self._received(parts[0], numel)
         self._on_buffer([*parts, *held])
-        room = held[0] if held else parts[0].new_empty(min(numel, _CHUNK))
 
         def finish(parts: Sequence[Tensor] = parts) -> None:
+            if self._reads_peers:
+                if not self._read:
+                    dtypes = (parts[0].dtype, wide(parts[0].dtype))
+                    self._read = [parts[0].new_empty(CACHED, dtype=dtype) for dtype in dtypes]
+                    self._on_buffer(self._read)
+                self._lent = parts  # until the others have read them, too
+            room = self._read[-1] if self._reads_peers else held[0]
             for at in range(0, numel, room.numel()):
                 deliver(at, room[: numel - at].to(wide(room.dtype)))
-            if self._reads_peers:
-                self._lent = parts  # until the others have read them, too
 
         return Pending((), finish, beside=not self._reads_peers)
 
