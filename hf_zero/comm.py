@@ -28,9 +28,9 @@ class Communicator:
     on every run. Where all ranks are on one machine they read each other's memory instead, with the same result. NCCL
     uses its own collectives.
 
-    Gathers and reductions have separate process groups: a rank on which some parameter got no gradient starts its
-    reduction later than the others, and must not meet their gathers on the same channel. The second group is made
-    when it is needed, and communicators of one group share it: with NCCL each costs device memory.
+    Gathers and reductions have separate process groups: with NCCL the collectives of one group run one after another,
+    and the next unit's gather must not wait for a reduction. The second group is made when it is needed, and
+    communicators of one group share it: with NCCL each costs device memory.
     """
 
     _meetings: Counter[str] = Counter()  # by ranks: communicators of the same ranks share the count

@@ -33,17 +33,12 @@ class GradientBuffer:
         self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
         self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
         self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
-        # Parameters of which backward passes may have left unreduced sums, on this rank or another.
-        self._unreduced: frozenset[int] = frozenset()
+        # Parameters of which backward passes may have left unreduced sums, here or elsewhere: the same on every rank.
+        self.unreduced: frozenset[int] = frozenset()
         self._all = frozenset(range(len(buffer.params)))
         self.numel = buffer.layout.padded_numel  # that a reduction moves
         self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
         self._pending: Pending | None = None
-
-    @property
-    def is_unreduced(self) -> bool:
-        """Whether backward passes may have left unreduced sums; the same on every rank."""
-        return bool(self._unreduced)
 
     @property
     def held(self) -> list[Tensor]:
@@ -55,7 +50,7 @@ class GradientBuffer:
 
         Raises ZeroRuntimeError where it comes after its reduction, which the other ranks may not repeat.
         """
-        if not self._unreduced:
+        if not self.unreduced:
             raise ZeroRuntimeError(
                 f"a gradient of '{self.buffer.names[index]}' came after all calls of its module were over: a "
                 "checkpointed function reads the parameter outside of its module. Use checkpointing with "
@@ -178,13 +173,13 @@ class GradientBuffer:
 
     def expect(self) -> None:
         """Gradients may come, on this rank or another."""
-        self._unreduced = self._all
+        self.unreduced = self._all
 
     def drop(self) -> None:
         """Forget what was collected and not reduced."""
         self._flat, self._rooms = None, ()
         self._sums.clear()
-        self._unreduced = frozenset()
+        self.unreduced = frozenset()
 
     def drop_sums(self, held: Set[nn.Parameter]) -> None:
         """Forget what was collected for the parameters `held`."""
@@ -194,7 +189,7 @@ class GradientBuffer:
             self.used.discard(index)
         if not self._sums:
             self._flat, self._rooms = None, ()
-        self._unreduced -= dropped
+        self.unreduced -= dropped
 
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""

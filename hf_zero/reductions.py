@@ -66,12 +66,12 @@ class Reductions:
     @property
     def missing(self) -> bool:
         """Whether anything is not reduced yet; the same on every rank."""
-        return any(gradient.is_unreduced for _, gradient in self._queue)
+        return any(gradient.unreduced for _, gradient in self._queue)
 
     def finish(self) -> None:
         """Reduce everything that is not reduced yet, and wait for it."""
         for _, gradient in self._queue:
-            if gradient.is_unreduced:
+            if gradient.unreduced:
                 self._begin(gradient)
         self.wait()
 
