@@ -109,7 +109,10 @@ class ReadyParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The whole gradient as a copy: this rank's sum inside `no_sync`, else the mean over ranks (a collective)."""
+        """The whole gradient: this rank's sum inside `no_sync`, else the mean over ranks; None where there is none.
+
+        The values are gathered when they are first used, which is a collective. What is changed in place counts.
+        """
         raw = raw_grad(self)  # between autograd's delivery and the engine's hook
         return raw if raw is not None else owner_of(self).read_grad(self)
 

@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero import access, grad_norm
+from hf_zero import access, build, grad_norm
 from hf_zero.buffers import BufferSync
-from hf_zero.build import (
-    DTYPES,
-    UnitBuilder,
-    agree_on_values,
-    check_model,
-    default_device,
-    make_limits,
-    make_scaler,
-)
+from hf_zero.build import DTYPES
 from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroRuntimeError
@@ -38,7 +30,7 @@ from hf_zero.precision import Precision, meet_weight
 from hf_zero.prepared import attach, detach
 from hf_zero.schedule import Schedule
 from hf_zero.step import StepControl
-from hf_zero.unit import Unit, raise_on_access
+from hf_zero.unit import Unit, raise_on_access, raise_on_grad_read
 
 
 class ZeroEngine:
@@ -65,7 +57,7 @@ class ZeroEngine:
         trainable: bool = True,
         scaler: LossScaler | None = None,
     ) -> None:
-        check_model(model, device)
+        build.check_model(model, device)
         self.config = config
         self.trainable = trainable
         if not isinstance(group, Communicator):
@@ -77,10 +69,10 @@ class ZeroEngine:
             )
         self.comm = group
         self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
-        self.device = torch.device(device) if device is not None else default_device(model, self.comm.backend)
+        self.device = torch.device(device) if device is not None else build.default_device(model, self.comm.backend)
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.bindings: list[Binding] = []
-        self.scaler = scaler or (make_scaler(config) if trainable else None)
+        self.scaler = scaler or (build.make_scaler(config) if trainable else None)
         self.control = StepControl(
             self.comm,
             device=self.device,
@@ -90,7 +82,7 @@ class ZeroEngine:
             max_consecutive_skips=config.max_consecutive_skips,
         )
         self._model = weakref.ref(model)
-        self._builder = UnitBuilder(
+        self._builder = build.UnitBuilder(
             config=config,
             comm=self.comm,
             placements=self.placements,
@@ -100,14 +92,14 @@ class ZeroEngine:
             scaler=self.scaler,
         )
         plans, hooks = partition(model, self._builder.persistence(model))
-        agree_on_values(model, self.comm, self.device)
+        build.agree_on_values(model, self.comm, self.device)
         self._module_buffers = BufferSync(model, self.comm, self.device)
         made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
         self.units = list(made.values())
         self.masters = [piece.weight for buffer in self.buffers for piece in buffer.pieces]
         self.schedule = Schedule(
             self.units,
-            limits=make_limits(config),
+            limits=build.make_limits(config),
             unsharded=self._builder.unsharded,
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
@@ -133,6 +125,17 @@ class ZeroEngine:
         if unit.sharded and self.config.param_access == "raise":
             raise_on_access(unit, param, operation)
         self.schedule.read_outside(unit)
+
+    def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
+        if gradient.fetching_gathers and self.config.param_access == "raise":
+            raise_on_grad_read(unit, param, operation)
+        for other in self._gradients():
+            if other is not gradient:
+                other.settle_whole()
+        self.control.norm = None  # the reader may change them
+
+    def before_grad_write(self) -> None:
+        self.control.norm = None
 
     @property
     def model(self) -> nn.Module:
@@ -275,8 +278,10 @@ class ZeroEngine:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
-        self._finish_reductions()
+        self._settle_gradients()
         norm = self.control.measure(self.masters, float(norm_type))
+        for gradient in self._gradients():
+            gradient.outdate_whole()
         grad_norm.clip_(self.masters, norm, float(max_norm))
         return norm
 
@@ -304,12 +309,9 @@ class ZeroEngine:
         return [gradient for unit in self.units for gradient in unit.gradients]
 
     @property
-    def has_local_gradients(self) -> bool:
-        return self.schedule.has_local_gradients
-
-    @property
     def has_gradients(self) -> bool:
-        return self.has_local_gradients or any(master.grad is not None for master in self.masters)
+        """Whether parameters have gradients since the last step; the same on every rank."""
+        return any(gradient.present or gradient.unreduced for gradient in self._gradients())
 
     @property
     def step_was_skipped(self) -> bool:
@@ -325,10 +327,13 @@ class ZeroEngine:
         self.comm.prepare_reductions()
         self.control.gradients_changed()
 
-    def _finish_reductions(self) -> None:
-        # A step right after no_sync(): what was summed locally is reduced now.
-        if self.schedule.has_local_gradients:
+    def _settle_gradients(self) -> None:
+        """Everything that gradients are made of is in those of the masters."""
+        if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
+        for gradient in self._gradients():
+            gradient.settle_whole()
+            gradient.check_outdated()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""
@@ -337,7 +342,7 @@ class ZeroEngine:
                 "optimizer.step() inside no_sync(): ranks share one optimizer, so none can step by its own gradients "
                 "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
             )
-        self._finish_reductions()
+        self._settle_gradients()
         self.control.before(optimizer, self.masters, self._gradients())
         self.before_rewrite()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -204,13 +204,25 @@ class FlatBuffer:
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds in pieces (None: zeros); a collective."""
         flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.full.device)
+        self.gather_into(flat, values)
+        return self.views(flat)
+
+    def gather_into(self, flat: Tensor, values: Sequence[Tensor | None]) -> None:
+        """The same into `flat`, which is zero; a collective."""
         own = flat[self.begin : self.end]
         for piece, value in zip(self.pieces, values, strict=True):
             if value is not None:
                 own[piece.start : piece.stop] = value
         if self.owns_slice:
             self.comm.all_gather(flat, self.message).wait()
-        return self.views(flat)
+
+    def write_grads(self, values: Mapping[int, Tensor]) -> None:
+        """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
+        for piece in self.pieces:
+            begin = self.begin + piece.start
+            for span in self.layout.spans(begin, self.begin + piece.stop):
+                if span.index in values:
+                    piece.set_grad(span.offset, values[span.index][span.start : span.start + span.numel])
 
     @property
     def reduces_parts(self) -> bool:

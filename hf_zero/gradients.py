@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero import access
-from hf_zero.errors import ZeroRuntimeError
+from hf_zero.errors import ZeroAccessError, ZeroRuntimeError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.loss_scale import LossScaler
 from hf_zero.masters import Piece
 from hf_zero.pending import Pending
+from hf_zero.whole_gradients import WholeGradients
 
 
 class GradientBuffer:
@@ -38,12 +40,20 @@ class GradientBuffer:
         self._all = frozenset(range(len(buffer.params)))
         self.numel = buffer.layout.padded_numel  # that a reduction moves
         self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
+        self.present: set[int] = set()  # parameters with a gradient in the masters; the same on every rank
+        self._whole: WholeGradients | None = None  # see [Note: whole gradients]
+        self._outdated: list[WholeGradients] = []
         self._pending: Pending | None = None
 
     @property
     def held(self) -> list[Tensor]:
         """The tensors that hold what is collected."""
         return list(self._sums.values()) if self._flat is None else [self._flat]
+
+    @property
+    def fetched(self) -> list[Tensor]:
+        """The tensors that hold what was fetched for readers."""
+        return [] if self._whole is None else [self._whole.flat]
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` over; a second one in the same window is added.
@@ -56,22 +66,27 @@ class GradientBuffer:
                 "checkpointed function reads the parameter outside of its module. Use checkpointing with "
                 "use_reentrant=False"
             )
+        self.outdate_whole()
         if grad.is_sparse:
             grad = grad.to_dense()
         self._arrived.add(index)
         self.used.add(index)
-        layout = self.buffer.layout
         if index in self._sums:
             self._sums[index].add_(grad.reshape(-1))
-        elif self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
-            own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
-            self._sums[index] = (grad if own else self._copy(grad)).view(-1)
         else:
-            if self._flat is None:
-                make = torch.zeros if layout.has_padding else torch.empty
-                self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-                self._rooms = self._flat.split_with_sizes(layout.extents)
-            self._sums[index] = self._room(index).copy_(grad.reshape(-1))
+            self._sums[index] = self._take(index, grad)
+
+    def _take(self, index: int, grad: Tensor) -> Tensor:
+        """The first gradient of a parameter as a sum: itself, or a copy where it is to lie."""
+        layout = self.buffer.layout
+        if self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
+            own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
+            return (grad if own else self._copy(grad)).view(-1)
+        if self._flat is None:
+            make = torch.zeros if layout.has_padding else torch.empty
+            self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
+            self._rooms = self._flat.split_with_sizes(layout.extents)
+        return self._room(index).copy_(grad.reshape(-1))
 
     def _copy(self, grad: Tensor) -> Tensor:
         return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
@@ -83,6 +98,8 @@ class GradientBuffer:
     def begin_reduce(self) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
         self.finish_reduce()
+        self.outdate_whole()
+        self.present |= self._all
         self._pending = self.buffer.reduce(self._parts(), self._unscale)
         self.drop()
 
@@ -121,37 +138,105 @@ class GradientBuffer:
             self._pending.wait()
             self._pending = None
 
-    # -- single parameters, for people ----------------------------------------------------------------------------
+    # -- whole gradients, for people (see [Note: whole gradients]) -------------------------------------------------
 
     @property
     def _unscale(self) -> float:
         return 1.0 if self.scaler is None else 1.0 / self.scaler.scale
 
-    def local(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's unreduced sum for one parameter."""
-        index = self.buffer.index_of(param)
-        if index not in self._sums:
+    def _unscaled(self, index: int) -> Tensor:
+        return self._sums[index].to(self.buffer.master_dtype) * self._unscale
+
+    def read(self, index: int, fetch: Callable[[WholeGradients, str], None]) -> Tensor | None:
+        """The gradient of a parameter: this rank's sum, or the mean over ranks once it is reduced; None without one.
+
+        `fetch(whole, operation)` is to call `fetch_whole`.
+        """
+        if index not in (self._sums if self.unreduced else self.present):
             return None
-        return self._sums[index].view(self.buffer.layout.shapes[index]) * self._unscale
+        if self._whole is None or index in self._whole.replaced:
+            self.outdate_whole()
+            self._whole = WholeGradients(self.buffer)
+        return self._whole.hand_out(index, functools.partial(fetch, self._whole))
 
-    def whole(self, param: nn.Parameter) -> Tensor:
-        """The mean over ranks for one parameter; a collective of the whole buffer."""
-        flats = [piece.weight.grad for piece in self.buffer.pieces]
-        return self.buffer.gather_flat(flats, self.buffer.master_dtype)[self.buffer.index_of(param)]
+    @property
+    def fetching_gathers(self) -> bool:
+        """Whether `fetch_whole` is a collective."""
+        return self.buffer.owns_slice and not self.unreduced
 
-    def put(self, param: nn.Parameter, value: Tensor | None) -> None:
+    def fetch_whole(self, whole: WholeGradients) -> None:
+        """Give whole gradients their values. Raises ZeroAccessError where they are gone."""
+        if whole is not self._whole:
+            raise ZeroAccessError(
+                "a gradient was replaced or dropped (zero_grad) before it was first used: read `.grad` again"
+            )
+        whole.allocate()
+        whole.local = bool(self.unreduced)
+        if not whole.local:
+            self.buffer.gather_into(whole.flat, [piece.weight.grad for piece in self.buffer.pieces])
+            return
+        for index in self._sums:
+            whole.values_of(index).copy_(self._unscaled(index))
+
+    def _write_back(self, whole: WholeGradients) -> None:
+        """Make what readers have left in whole gradients the gradients; only what differs changes a local sum."""
+        valid = (self._sums.keys() if whole.local else self.present) - whole.replaced
+        if not whole.local:
+            self.buffer.write_grads({index: whole.values_of(index) for index in valid})
+            return
+        for index in valid:
+            values, sums = whole.values_of(index), self._sums[index]
+            sums.copy_(torch.where(values == self._unscaled(index), sums, values / self._unscale))
+
+    def settle_whole(self) -> None:
+        """Take back what readers have changed, and free whole gradients that no reader has any more."""
+        if self._whole is not None and self._whole.fetched:
+            self._write_back(self._whole)
+            if not self._whole.in_use:
+                self._whole = None
+
+    def outdate_whole(self) -> None:
+        """The gradients are about to change: whole ones that were read are no longer they."""
+        self.settle_whole()
+        if self._whole is not None and self._whole.fetched:
+            self._whole.outdate()
+            self._outdated.append(self._whole)
+            self._whole = None
+
+    def check_outdated(self) -> None:
+        """Raises ZeroAccessError where a reader has written to gradients that had been replaced by others."""
+        outdated, self._outdated = self._outdated, []
+        if any(whole.changed_since for whole in outdated):
+            raise ZeroAccessError(
+                f"a gradient of unit '{self.buffer.message.name}' was read, then backward or clip_grad_norm_ changed "
+                "the gradients, and then the tensor that was read before was changed, which has no effect: read "
+                "`.grad` again before changing it"
+            )
+
+    def put(self, index: int, value: Tensor | None) -> None:
         """Replace the gradient of one parameter; every rank gives the same value."""
-        index, flat = self.buffer.index_of(param), None if value is None else value.detach().reshape(-1)
-        if index in self._sums:
-            self._sums[index].copy_(torch.zeros(()) if flat is None else flat / self._unscale)
-        for piece in self.buffer.pieces:
-            begin = self.buffer.begin + piece.start
-            for span in self.buffer.layout.spans(begin, self.buffer.begin + piece.stop):
-                if span.index == index and piece.weight.grad is not None:
-                    part = piece.weight.grad[span.offset : span.offset + span.numel]
-                    part.copy_(torch.zeros(()) if flat is None else flat[span.start : span.start + span.numel])
-        if value is None:
+        flat = None if value is None else value.detach().reshape(-1)
+        if self._whole is not None and self._whole.fetched:
+            self._whole.replaced.add(index)  # who has read the old one keeps it
+        else:
+            self._whole = None
+        self._sums.pop(index, None)
+        if index in self.present:
+            self.buffer.write_grads({index: self._zeros(index)})
+        if flat is None:
+            self.present.discard(index)
             self.used.discard(index)
+            return
+        self.used.add(index)
+        if self.unreduced:
+            self.unreduced |= {index}
+            self._sums[index] = self._take(index, flat / self._unscale)
+        else:
+            self.buffer.write_grads({index: flat})
+            self.present.add(index)
+
+    def _zeros(self, index: int) -> Tensor:
+        return torch.zeros(self.buffer.layout.numels[index], device=self.buffer.full.device)
 
     def unused_spans(self) -> Iterator[tuple[Piece, int, int]]:
         """The parameters that got no gradient on this rank, as (piece, start, stop in it)."""
@@ -182,18 +267,24 @@ class GradientBuffer:
         self.unreduced = frozenset()
 
     def drop_sums(self, held: Set[nn.Parameter]) -> None:
-        """Forget what was collected for the parameters `held`."""
+        """Forget what was collected for the parameters `held`, whose gradients in the masters have been dropped."""
         dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
         for index in dropped:
             self._sums.pop(index, None)
-            self.used.discard(index)
-        if not self._sums:
-            self._flat, self._rooms = None, ()
+        self.used -= dropped
+        self.present -= dropped
         self.unreduced -= dropped
+        if self.unreduced or self.present:
+            self.outdate_whole()
+        else:
+            self.forget()
 
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""
         self.drop()
         self.used.clear()
+        self.present.clear()
+        self._outdated.clear()
+        self._whole = None
         for piece in self.buffer.pieces:
             piece.weight.grad = None

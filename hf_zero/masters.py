@@ -43,6 +43,13 @@ class Piece:
         torch.mul(values, scale, out=target)
         self._written = at + values.numel() == self.stop
 
+    def set_grad(self, offset: int, values: Tensor) -> None:
+        """Make `values` the gradient of the elements from `offset` on, counted in the piece."""
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight, requires_grad=False)
+            self._written = True
+        self.weight.grad[offset : offset + values.numel()] = values
+
 
 class Untouched:
     """Keeps an optimizer step from changing parameters that got no gradient at all, as torch skips a `grad` of None.

@@ -45,6 +45,7 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
             if buffer.frozen_rest is not None:
                 found["parameters"].append(buffer.frozen_rest)
         found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
+        found["gradients"] += [tensor for g in unit.gradients for tensor in g.fetched]
     for master in engine.masters:
         found["master weights"].append(master)
         if master.grad is not None:

@@ -201,6 +201,8 @@ def _fill_from_pieces(buffer: FlatBuffer, piece: Piece, state: dict, old_states:
         target = slice(low - piece.start, high - piece.start)
         source = slice(low - old.start, high - old.start)
         piece.values[target] = old.values[source]
+        if old.weight.grad is not None:
+            piece.set_grad(target.start, old.weight.grad[source])
         for kind, value in old_states.get(old.weight, {}).items():
             if isinstance(value, Tensor) and value.shape == old.weight.shape and value.dim() == 1:
                 _flat(piece, state, kind, value.dtype)[target] = value[source]

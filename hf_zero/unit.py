@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +17,7 @@ from hf_zero.errors import ZeroAccessError
 from hf_zero.flat_buffer import FlatBuffer
 from hf_zero.gradients import GradientBuffer
 from hf_zero.pending import Pending
+from hf_zero.whole_gradients import WholeGradients
 
 
 class UnitState(Enum):
@@ -36,16 +38,14 @@ class Tally:
 class UnitListener(Protocol):
     """Callbacks from a unit to its engine."""
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass has left gradients; the same on every rank."""
-
-    @property
-    def has_local_gradients(self) -> bool:
-        """Whether they are sums of this rank, not reduced yet; the same on every rank."""
-
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         """A parameter is read from outside its module; may raise."""
+
+    def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
+        """A gradient is used from outside; may raise."""
+
+    def before_grad_write(self) -> None:
+        """A gradient is assigned."""
 
     def replace_values(self, unit: Unit, param: nn.Parameter, value: Tensor) -> None:
         """A parameter is to have values of another shape."""
@@ -159,20 +159,37 @@ class Unit:
         self.listener.replace_values(self, param, value)
 
     def read_grad(self, param: nn.Parameter) -> Tensor | None:
-        gradient = self._gradient_of(param)
-        if gradient is None or not self.listener.has_gradients:
-            return None
-        if self.listener.has_local_gradients:
-            return gradient.local(param)
-        return gradient.whole(param)
+        for gradient in self.gradients:
+            index = gradient.buffer.index_of(param)
+            if index is not None:
+                fetch = functools.partial(self._fetch_grad, gradient, param)
+                return gradient.read(index, fetch)
+        return None
+
+    def _fetch_grad(
+        self, gradient: GradientBuffer, param: nn.Parameter, whole: WholeGradients, operation: str
+    ) -> None:
+        if not whole.fetched:
+            self.listener.before_grad_read(self, gradient, param, operation)
+            gradient.fetch_whole(whole)
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
-        gradient = self._gradient_of(param)
-        if gradient is not None and self.listener.has_gradients:
-            gradient.put(param, value)
+        if value is not None and value.shape != param.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)} cannot be that of '{self.name_of(param)}', whose shape "
+                f"is {tuple(param.shape)}"
+            )
+        for gradient in self.gradients:
+            index = gradient.buffer.index_of(param)
+            if index is not None:
+                self.listener.before_grad_write()
+                gradient.put(index, value)
+                return
+        if value is not None:
+            raise ValueError(f"'{self.name_of(param)}' is not trained, so no step would use the gradient given to it")
 
-    def _gradient_of(self, param: nn.Parameter) -> GradientBuffer | None:
-        return next((g for g in self.gradients if g.buffer.index_of(param) is not None), None)
+    def name_of(self, param: nn.Parameter) -> str:
+        return next((name for name, candidate in self.named_parameters() if candidate is param), "?")
 
     def adopt_writes(self) -> None:
         """Carry over what the user wrote to the values, if anything could have been written."""
@@ -256,10 +273,17 @@ class Unit:
 
 def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:
     """The `param_access: raise` answer."""
-    name = next((name for name, candidate in unit.named_parameters() if candidate is param), "?")
     raise ZeroAccessError(
-        f"{operation} reads parameter '{name}', which is sharded over the ranks. Wrap the code, on all ranks, in "
-        f"`with hf_zero.gathered_parameters([param]):` (write=True to change it), or set param_access: gather"
+        f"{operation} reads parameter '{unit.name_of(param)}', which is sharded over the ranks. Wrap the code, on all "
+        "ranks, in `with hf_zero.gathered_parameters([param]):` (write=True to change it), or set param_access: gather"
+    )
+
+
+def raise_on_grad_read(unit: Unit, param: nn.Parameter, operation: str) -> None:
+    """The same for a gradient."""
+    raise ZeroAccessError(
+        f"{operation} reads the gradient of '{unit.name_of(param)}', which is sharded over the ranks. Clip by the "
+        "engine's (or accelerator's) clip_grad_norm_, which gathers nothing, or set param_access: gather"
     )
 
 
