@@ -35,4 +35,4 @@ class ZeroCheckpointError(ZeroError, ValueError):
 
 
 class ZeroAccessError(ZeroError, RuntimeError):
-    """A sharded parameter was read where the configuration forbids implicit gathers."""
+    """A sharded parameter or gradient was read where that is forbidden, or changed where that has no effect."""

@@ -2,7 +2,7 @@
 
 DESCRIPTIONS: dict[str, str] = {
     "zero_stage": "what is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters",
-    "param_access": "reading a sharded parameter outside its module gathers it, or raises",
+    "param_access": "reading a sharded parameter or gradient outside its module gathers it, or raises",
     "zero3_init_flag": "build the model already sharded (on where the stage is 3)",
     "zero3_save_16bit_model": "write the weights in 16 bit; saving always gives a complete folder",
     "mixed_precision": "compute dtype; master weights, accumulator and states stay fp32",

@@ -313,8 +313,8 @@ class ZeroAccelerator(Accelerator):
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         raise ZeroConfigError(
-            "clip_grad_value_ is not supported: gradients live in shards that have no parameter of their own. "
-            "Clip by norm instead (clip_grad_norm_)"
+            "clip_grad_value_ is not supported: it would gather all gradients on every rank. Clip by norm instead "
+            "(clip_grad_norm_), or call torch.nn.utils.clip_grad_value_ on the parameters, which does gather them"
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
