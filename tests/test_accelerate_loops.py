@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, load_checkpoint_in_model
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
 
@@ -255,6 +256,18 @@ def test_state_is_saved_and_loaded_in_the_middle(tmp_path):
     for stage in STAGES:
         whole = run(stage, 0, 4)
         compare(run(stage, 2, 4), whole, f"stage {stage}", exact=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_models_that_cannot_be_prepared_are_refused(stage):
+    accelerator = make_accelerator(stage)
+    with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*model\.module"):
+        accelerator.prepare(DistributedDataParallel(zoo.build("llama")))
+    with torch.device("meta"):
+        empty = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device.*zero_init"):
+        accelerator.prepare(empty)
 
 
 @distributed(world_size=2)
