@@ -80,13 +80,25 @@ class ZeroModuleMixin:
         return copy.deepcopy(self).__reduce_ex__(1)
 
 
+class ZeroGenerationMixin:
+    """Added to the class of a prepared model that generates."""
+
+    _zero_engine: ModelEngine
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        # It also calls parts of the model, an encoder, outside of forward.
+        with self._zero_engine.precision.autocast():
+            return super().generate(*args, **kwargs)
+
+
 def attach(model: nn.Module, engine: ModelEngine) -> None:
     """Make `model` a prepared one."""
     base = type(model)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    mixins = (ZeroPretrainedMixin, ZeroModuleMixin) if hasattr(base, "save_pretrained") else (ZeroModuleMixin,)
+    special = {"save_pretrained": ZeroPretrainedMixin, "generate": ZeroGenerationMixin}
+    mixins = [mixin for method, mixin in special.items() if hasattr(base, method)]
     model.__dict__["_zero_engine"] = engine
-    model.__class__ = type(base.__name__, (*mixins, base), names)
+    model.__class__ = type(base.__name__, (*mixins, ZeroModuleMixin, base), names)
 
 
 def detach(model: nn.Module) -> None:

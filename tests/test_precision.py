@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hf_zero
+from tests import zoo
 from tests.harness import distributed
 from tests.nets import WIDTH, Block, Net, batches, seeded
 from tests.reference import SGD, STAGES, Plan, average_gradients, train_zero
@@ -182,6 +183,23 @@ def test_containers_that_a_model_returns_keep_their_kind():
     engine.backward(out.loss)
     loss = torch.nn.functional.cross_entropy(model(x).logits, torch.tensor([0] * 5), weight=torch.tensor([1.0, 2, 3]))
     engine.backward(loss)
+
+
+@pytest.mark.parametrize("name", ["whisper", "t5", "llama"])
+@distributed(world_size=2)
+def test_generation_from_fp32_inputs(name):
+    """Encoders are called outside of forward."""
+    batch = zoo.batch(name, 0, 0)
+    del batch["labels"]
+    given, plain = {"max_new_tokens": 4, "do_sample": False}, zoo.build(name).eval()
+    for param in plain.parameters():
+        param.data = param.data.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = plain.generate(**batch, **given)
+    for stage in STAGES:
+        model = zoo.build(name).eval()
+        hf_zero.shard(model, SGD(model.parameters()), {"zero_stage": stage, "mixed_precision": "bf16"})
+        assert torch.equal(model.generate(**batch, **given), wanted), f"stage {stage}"
 
 
 @distributed(world_size=2)
