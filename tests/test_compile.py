@@ -42,7 +42,8 @@ def _compiling(build, compile_layer, backend="eager"):
         torch.compiler.reset()
         model = build()
         for index, layer in enumerate(model.layers):
-            model.layers[index] = compile_layer(layer, backend) or layer
+            replaced = compile_layer(layer, backend)
+            model.layers[index] = layer if replaced is None else replaced
         return model
 
     return compiled
