@@ -120,6 +120,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 import transformers
 from trl import DPOTrainer, SFTConfig, SFTTrainer as Tuner
 from mine import Own
+from library import LibraryTrainer
 
 def attempt(name, make):
     try:
@@ -135,6 +136,7 @@ attempt("renamed", lambda: Tuner())
 attempt("unlisted", lambda: Seq2SeqTrainer())
 attempt("dpo", lambda: DPOTrainer())
 attempt("subclass", lambda: Own())
+attempt("library", lambda: LibraryTrainer())
 attempt("attribute", lambda: transformers.Trainer())
 attempt("accelerator", lambda: Helper().prepare(torch.nn.Linear(1, 1)))
 """
@@ -145,8 +147,13 @@ def said(tmp_path_factory):
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("classes")
     (folder / "mine.py").write_text("from transformers import Trainer\n\nclass Own(Trainer):\n    pass\n")
+    installed = folder / "lib/site-packages"
+    installed.mkdir(parents=True)
+    (installed / "library.py").write_text(
+        "from transformers import Trainer as T\n\nclass LibraryTrainer(T):\n    pass\n"
+    )
     script = folder / "script.py"
-    script.write_text(CLASSES)
+    script.write_text(f"import sys; sys.path.append({str(installed)!r})\n{CLASSES}")
     status, output = as_rank(folder, script)
     assert status == 0, output
 
@@ -161,23 +168,29 @@ def said(tmp_path_factory):
     [
         (
             "renamed",
-            "Below script.py:6",
+            "Below script.py:7",
             "    from hf_zero.trl import ZeroSFTConfig as SFTConfig, ZeroSFTTrainer as Tuner",
         ),
-        ("indented", "Below script.py:16", "        from hf_zero.trl import ZeroGRPOTrainer as GRPOTrainer"),
+        ("indented", "Below script.py:18", "        from hf_zero.trl import ZeroGRPOTrainer as GRPOTrainer"),
         (
             "unlisted",
-            "Below script.py:4",
+            "Below script.py:5",
             "    from hf_zero import ZeroTrainerMixin\n"
             "    class Seq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer): pass",
         ),
         (
             "dpo",
-            "Below script.py:6",
+            "Below script.py:7",
             "    from hf_zero.trl import ZeroTRLMixin\n    class DPOTrainer(ZeroTRLMixin, DPOTrainer): pass",
         ),
+        (
+            "library",
+            "Below script.py:9",
+            "    from hf_zero import ZeroTrainerMixin\n"
+            "    class LibraryTrainer(ZeroTrainerMixin, LibraryTrainer): pass",
+        ),
         ("subclass", "Below mine.py:1", "    from hf_zero import ZeroTrainer as Trainer"),
-        ("accelerator", "Below script.py:3", "    from hf_zero import ZeroAccelerator as Helper"),
+        ("accelerator", "Below script.py:4", "    from hf_zero import ZeroAccelerator as Helper"),
     ],
 )
 def test_the_line_to_write(said, name, place, lines):
@@ -185,9 +198,15 @@ def test_the_line_to_write(said, name, place, lines):
 
 
 def test_a_class_that_is_not_imported_by_name_is_named_where_it_is_used(said):
-    assert "In script.py:23, use hf_zero.ZeroTrainer in its place" in said("attribute"), said("attribute")
+    assert "In script.py:26, use hf_zero.ZeroTrainer in its place" in said("attribute"), said("attribute")
 
 
 def test_every_name_that_is_offered_exists():
-    for home, name in [*stock.READY_MADE.values(), *stock.MIXINS.values()]:
+    offered = [(home, name) for home, names in stock.READY_MADE.values() for name in names.values()]
+    offered += [
+        ("hf_zero", stock.TRAINER_MIXIN),
+        ("hf_zero", stock.ACCELERATOR_MIXIN),
+        ("hf_zero.trl", stock.TRL_MIXIN),
+    ]
+    for home, name in offered:
         assert hasattr(importlib.import_module(home), name), f"{home}.{name}"

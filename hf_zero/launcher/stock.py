@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 
 from hf_zero.config.schema import ZeroConfig
@@ -16,25 +18,58 @@ from hf_zero.failures import is_users_file
 from hf_zero.launcher.environment import CONFIG_VARIABLE
 
 
-# What hf_zero has under another name. Any other trainer becomes ours by a mixin.
+# By library: what hf_zero has under another name. Any other trainer becomes ours by a mixin.
 READY_MADE = {
-    "Accelerator": ("hf_zero", "ZeroAccelerator"),
-    "Trainer": ("hf_zero", "ZeroTrainer"),
-    "TrainingArguments": ("hf_zero", "ZeroTrainingArguments"),
-    "SFTTrainer": ("hf_zero.trl", "ZeroSFTTrainer"),
-    "SFTConfig": ("hf_zero.trl", "ZeroSFTConfig"),
-    "GRPOTrainer": ("hf_zero.trl", "ZeroGRPOTrainer"),
-    "GRPOConfig": ("hf_zero.trl", "ZeroGRPOConfig"),
+    "accelerate": ("hf_zero", {"Accelerator": "ZeroAccelerator"}),
+    "transformers": ("hf_zero", {"Trainer": "ZeroTrainer", "TrainingArguments": "ZeroTrainingArguments"}),
+    "trl": (
+        "hf_zero.trl",
+        {
+            "SFTTrainer": "ZeroSFTTrainer",
+            "SFTConfig": "ZeroSFTConfig",
+            "GRPOTrainer": "ZeroGRPOTrainer",
+            "GRPOConfig": "ZeroGRPOConfig",
+        },
+    ),
 }
-MIXINS = {"transformers": ("hf_zero", "ZeroTrainerMixin"), "trl": ("hf_zero.trl", "ZeroTRLMixin")}
-_LIBRARIES = ("accelerate", "transformers", "trl")
+TRAINER_MIXIN, TRL_MIXIN, ACCELERATOR_MIXIN = "ZeroTrainerMixin", "ZeroTRLMixin", "ZeroAccelerator"
+
+
+@dataclass(frozen=True)
+class _Stock:
+    """A class of an installed package, and what hf_zero has for it."""
+
+    cls: type
+    usual_mixin: str
+
+    @property
+    def name(self) -> str:
+        return self.cls.__name__
+
+    @property
+    def library(self) -> str:
+        return self.cls.__module__.partition(".")[0]
+
+    @property
+    def home(self) -> str:
+        return "hf_zero.trl" if self.library == "trl" else "hf_zero"
+
+    @property
+    def mixin(self) -> str:
+        return TRL_MIXIN if self.library == "trl" else self.usual_mixin
+
+    @property
+    def ready_made(self) -> dict[str, str]:
+        """The names of hf_zero for names of this library, if it has one for this class."""
+        names = READY_MADE.get(self.library, ("", {}))[1]
+        return names if self.name in names else {}
 
 
 def refuse_trainers(module: ModuleType) -> None:
     """Have `module.Trainer` and its subclasses raise ZeroLaunchError when one is created that is not hf_zero's."""
 
     def create(cls, *args, **kwargs):
-        _refuse(cls)
+        _refuse(cls, TRAINER_MIXIN)
         return object.__new__(cls)
 
     module.Trainer.__new__ = create
@@ -46,68 +81,69 @@ def refuse_accelerators(module: ModuleType) -> None:
 
     @functools.wraps(prepare_model)
     def prepare(self, *args, **kwargs):
-        _refuse(type(self))
+        _refuse(type(self), ACCELERATOR_MIXIN)
         return prepare_model(self, *args, **kwargs)
 
     module.Accelerator.prepare_model = prepare
 
 
-def _refuse(cls: type) -> None:
+def _refuse(cls: type, mixin: str) -> None:
     if any(base.__module__.partition(".")[0] == "hf_zero" for base in cls.__mro__):
         return
-    stage = ZeroConfig.from_json(os.environ[CONFIG_VARIABLE]).zero_stage
+    written = os.environ.get(CONFIG_VARIABLE)
+    stage = ZeroConfig.from_json(written).zero_stage if written else 0
     if stage == 0:
         return  # plain data parallelism is what was asked for
-    stock = next(base for base in cls.__mro__ if _library(base) in _LIBRARIES)
+    own = list(itertools.takewhile(_is_users, cls.__mro__))
+    stock = _Stock(cls.__mro__[len(own)], mixin)
     raise ZeroLaunchError(
-        f"this run was started for ZeRO stage {stage}, but {_library(stock)}.{stock.__name__} would train under DDP, "
-        f"with nothing sharded. {_what_to_change(cls, stock)}\nIf DDP is what you want, start it with --zero_stage 0"
+        f"this run was started for ZeRO stage {stage}, but {stock.library}.{stock.name} would train under DDP, "
+        f"with nothing sharded. {_what_to_change(stock, own)}\nIf DDP is what you want, start it with --zero_stage 0"
     )
 
 
-def _library(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+def _is_users(cls: type) -> bool:
+    return cls.__module__ == "__main__" or is_users_file(_file_of(cls.__module__))
 
 
-def _what_to_change(cls: type, stock: type) -> str:
+def _file_of(module: str) -> str:
+    return getattr(sys.modules.get(module), "__file__", None) or "<unknown>"
+
+
+def _what_to_change(stock: _Stock, own: Iterable[type]) -> str:
     """Where the user's code gets the class, and the line to write there."""
-    files = list(dict.fromkeys(_users_files(cls, stock)))
-    for file in files:
-        found = _find_import(file, stock.__name__)
+    for file in dict.fromkeys(_files_to_search(own)):
+        found = _find_import(file, stock.name)
         if found is not None:
             lines = _replacement(stock, {alias.name: alias.asname or alias.name for alias in found.names})
             indent = "\n" + " " * (4 + found.col_offset)
             return f"Below {file}:{found.end_lineno}, which imports it, write" + indent + indent.join(lines)
     frame = _users_frame()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else f"the script {sys.argv[0]}"
-    home, ours = READY_MADE.get(stock.__name__) or MIXINS[_library(stock)]
-    instead = f"{home}.{ours}"
-    if stock.__name__ not in READY_MADE:
-        instead = f"a class X({home}.{ours}, {stock.__name__})"
-    return f"In {where}, use {instead} in its place"
+    if stock.ready_made:
+        return f"In {where}, use {stock.home}.{stock.ready_made[stock.name]} in its place"
+    return f"In {where}, use a class X({stock.home}.{stock.mixin}, {stock.name}) in its place"
 
 
-def _replacement(stock: type, imported: dict[str, str]) -> list[str]:
+def _replacement(stock: _Stock, imported: dict[str, str]) -> list[str]:
     """The lines that make ours of the names that one statement imports (by the name that the script gives them)."""
-    if stock.__name__ in READY_MADE:
-        home = READY_MADE[stock.__name__][0]
-        ours = {name: READY_MADE[name][1] for name in imported if READY_MADE.get(name, ("",))[0] == home}
-        return [f"from {home} import " + ", ".join(f"{ours[name]} as {imported[name]}" for name in ours)]
-    home, mixin = MIXINS[_library(stock)]
-    name = imported[stock.__name__]
-    return [f"from {home} import {mixin}", f"class {name}({mixin}, {name}): pass"]
+    if stock.ready_made:
+        ours = [f"{stock.ready_made[name]} as {given}" for name, given in imported.items() if name in stock.ready_made]
+        return [f"from {stock.home} import {', '.join(ours)}"]
+    given = imported[stock.name]
+    return [f"from {stock.home} import {stock.mixin}", f"class {given}({stock.mixin}, {given}): pass"]
 
 
-def _users_files(cls: type, stock: type) -> Iterator[str]:
-    """Files that may import `stock`: of the user's subclasses of it, on the stack, and the script itself."""
-    for base in cls.__mro__[: cls.__mro__.index(stock)]:
-        yield getattr(sys.modules.get(base.__module__), "__file__", None) or ""
+def _files_to_search(own: Iterable[type]) -> Iterator[str]:
+    """Files that may import the class: of the user's subclasses of it, on the stack, and the script itself."""
+    for cls in own:
+        yield _file_of(cls.__module__)
     frame = _users_frame()
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
             yield frame.f_code.co_filename
         frame = frame.f_back
-    yield getattr(sys.modules["__main__"], "__file__", None) or ""
+    yield _file_of("__main__")
 
 
 def _users_frame():
