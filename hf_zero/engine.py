@@ -124,7 +124,9 @@ class ZeroEngine:
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         if unit.sharded and self.config.param_access == "raise":
             raise_on_access(unit, param, operation)
-        self.schedule.read_outside(unit)
+
+    def on_open(self, unit: Unit) -> None:
+        self.schedule.open_to_reads(unit)
 
     def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
         if gradient.fetching_gathers and self.config.param_access == "raise":

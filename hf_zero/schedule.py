@@ -164,6 +164,8 @@ class Schedule:
         self._differentiable = torch.is_grad_enabled()
         if self._differentiable:
             self._progress.begin_forward()
+            # These may have been read before, too: their gradients can come when all calls are left behind.
+            self._progress.use([unit for unit in self.units if unit.accessed], self._began)
 
     def post_forward(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
         will_differentiate = self._hook_outputs(point, output)
@@ -180,8 +182,8 @@ class Schedule:
                 self.reshard_all()
             self._enter(Phase.IDLE)
 
-    def read_outside(self, unit: Unit) -> None:
-        """A parameter is read from outside of its modules: as if one of them was called."""
+    def open_to_reads(self, unit: Unit) -> None:
+        """Parameters can be read from outside of their modules from here on: as if one of these was called."""
         if self._differentiable and self._order.is_open and not in_backward():
             self._progress.use([unit], self._order.note_read())
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_zero import access
 from hf_zero.errors import ZeroAccessError
@@ -40,6 +41,9 @@ class UnitListener(Protocol):
 
     def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
         """A parameter is read from outside its module; may raise."""
+
+    def on_open(self, unit: Unit) -> None:
+        """From here on the parameters can be read from outside their modules, and nobody is told."""
 
     def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
         """A gradient is used from outside; may raise."""
@@ -145,8 +149,12 @@ class Unit:
     def on_access(self, param: nn.Parameter, operation: str) -> None:
         """The guard's question (see [Note: parameter classes]): gather, or raise where the user asked for that."""
         self.listener.before_access(self, param, operation)
-        self.accessed = self.accessed or self.sharded
+        self._open()
         self.unshard()
+
+    def _open(self) -> None:
+        self.listener.on_open(self)
+        self.accessed = self.accessed or self.sharded
 
     def on_data(self) -> None:
         self._touched = True
@@ -239,7 +247,7 @@ class Unit:
         self.unshard()
         self.adopt_writes()
         self.holds += 1
-        self.accessed = self.accessed or self.sharded
+        self._open()
 
     def let_go(self, write: bool) -> None:
         """End a hold: make rank 0's values everybody's, or drop what was written inside."""
@@ -287,6 +295,16 @@ def raise_on_grad_read(unit: Unit, param: nn.Parameter, operation: str) -> None:
     )
 
 
+def _saved_for_backward(units: list[Unit]) -> contextlib.AbstractContextManager:
+    """Inside, autograd saves aliases of parameters: the parameters themselves are empty when backward needs them."""
+
+    def alias(tensor: Tensor) -> Tensor:
+        is_ours = access.is_prepared(tensor) and access.owner_of(tensor) in units
+        return tensor.detach() if is_ours else tensor
+
+    return saved_tensors_hooks(alias, lambda tensor: tensor)
+
+
 @contextlib.contextmanager
 def gathered_parameters(
     params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False
@@ -307,7 +325,8 @@ def gathered_parameters(
     for unit in units:
         unit.hold()
     try:
-        yield
+        with _saved_for_backward(units):
+            yield
     except BaseException:
         write = False
         raise

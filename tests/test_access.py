@@ -181,6 +181,19 @@ def test_gathered_parameters_nest():
     assert not any(unit.holds for unit in engine.units)
 
 
+@STAGES
+@distributed(world_size=2)
+def test_values_read_in_a_scope_serve_backward_after_it(stage):
+    model, optimizer, engine = prepared(stage)
+    norm, twin = model.model.norm.weight, build().model.norm.weight  # norms are saved for backward as they are
+    x = torch.linspace(-1, 1, 32).requires_grad_()
+    with hf_zero.gathered_parameters(norm):
+        ours = torch.rms_norm(x, (32,), norm) * norm
+    wanted = torch.autograd.grad((torch.rms_norm(x, (32,), twin) * twin).pow(2).sum(), (x, twin))
+    engine.backward(ours.pow(2).sum())
+    assert torch.equal(x.grad, wanted[0]) and torch.equal(norm.grad, wanted[1])
+
+
 @distributed(world_size=2)
 def test_copies_are_plain():
     model, optimizer, engine = prepared()
