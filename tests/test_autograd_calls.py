@@ -263,21 +263,21 @@ def _by_the_tensor_itself(model, batch, backward):
     return loss
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        _siamese,
-        _losses_in_order,
-        _losses_in_reverse,
-        _twice_through_one_graph,
-        _two_losses_of_one_forward,
-        _with_a_look_aside,
-        _with_a_forward_for_nothing,
-        _with_a_failed_forward,
-        _of_a_part,
-        _by_the_tensor_itself,
-    ],
-)
+WAYS = [
+    _siamese,
+    _losses_in_order,
+    _losses_in_reverse,
+    _twice_through_one_graph,
+    _two_losses_of_one_forward,
+    _with_a_look_aside,
+    _with_a_forward_for_nothing,
+    _with_a_failed_forward,
+    _of_a_part,
+    _by_the_tensor_itself,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @distributed(world_size=2)
 def test_forwards_and_backwards(way, accumulation):

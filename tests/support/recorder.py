@@ -209,12 +209,15 @@ class NamingCommunicator(Communicator):
     def __init__(
         self, recording: Recording, transport: str, group: dist.ProcessGroup | None, **options: object
     ) -> None:
+        self._sends_messages = False
         super().__init__(group, **options)
-        self._recording = recording
-        if transport == "messages":
-            self.backend = "gloo"
-        elif transport == "reads":
+        self._recording, self._sends_messages = recording, transport == "messages"
+        if transport == "reads":
             self._peers = PeerTransport(self.rank, RecordedPeers(recording, self._group))
+
+    @property
+    def _point_to_point(self) -> bool:
+        return self._sends_messages
 
     def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
         with self._recording.carrying(what.name):
