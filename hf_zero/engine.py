@@ -18,7 +18,7 @@ from hf_zero.comm import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.flat_buffer import FlatBuffer
-from hf_zero.gradients import GradientBuffer
+from hf_zero.gradients import GradientBuffer, release_unused
 from hf_zero.hooks import Hook
 from hf_zero.loss_scale import LossScaler
 from hf_zero.model_folder import MEETING_SECONDS
@@ -131,13 +131,11 @@ class ZeroEngine:
     def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
         if gradient.fetching_gathers and self.config.param_access == "raise":
             raise_on_grad_read(unit, param, operation)
-        for other in self._gradients():
-            if other is not gradient:
-                other.settle_whole()
-        self.control.norm = None  # the reader may change them
+        release_unused(self._gradients(), gradient)
+        self.control.gradients_changed()  # the reader may change them
 
     def before_grad_write(self) -> None:
-        self.control.norm = None
+        self.control.gradients_changed()
 
     @property
     def model(self) -> nn.Module:
@@ -282,8 +280,6 @@ class ZeroEngine:
         """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
         self._settle_gradients()
         norm = self.control.measure(self.masters, float(norm_type))
-        for gradient in self._gradients():
-            gradient.outdate_whole()
         grad_norm.clip_(self.masters, norm, float(max_norm))
         return norm
 
@@ -334,7 +330,7 @@ class ZeroEngine:
         if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
         for gradient in self._gradients():
-            gradient.settle_whole()
+            gradient.outdate_whole()
             gradient.check_outdated()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class GradientBuffer:
     @property
     def fetched(self) -> list[Tensor]:
         """The tensors that hold what was fetched for readers."""
-        return [] if self._whole is None else [self._whole.flat]
+        return [self._whole.flat] if self._whole is not None and self._whole.fetched else []
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` over; a second one in the same window is added.
@@ -66,7 +66,8 @@ class GradientBuffer:
                 "checkpointed function reads the parameter outside of its module. Use checkpointing with "
                 "use_reentrant=False"
             )
-        self.outdate_whole()
+        if self._whole is not None:  # a hook has read it in this backward pass
+            self.outdate_whole()
         if grad.is_sparse:
             grad = grad.to_dense()
         self._arrived.add(index)
@@ -188,28 +189,27 @@ class GradientBuffer:
             values, sums = whole.values_of(index), self._sums[index]
             sums.copy_(torch.where(values == self._unscaled(index), sums, values / self._unscale))
 
-    def settle_whole(self) -> None:
-        """Take back what readers have changed, and free whole gradients that no reader has any more."""
-        if self._whole is not None and self._whole.fetched:
-            self._write_back(self._whole)
-            if not self._whole.in_use:
-                self._whole = None
+    @property
+    def whole_in_use(self) -> bool:
+        """Whether a reader on this rank still has some of what was fetched."""
+        return self._whole is not None and self._whole.in_use
 
     def outdate_whole(self) -> None:
-        """The gradients are about to change: whole ones that were read are no longer they."""
-        self.settle_whole()
+        """Take back what readers have changed; the gradients are about to be used or to change."""
         if self._whole is not None and self._whole.fetched:
+            self._write_back(self._whole)
             self._whole.outdate()
             self._outdated.append(self._whole)
             self._whole = None
+        self._outdated = [whole for whole in self._outdated if whole.in_use]
 
     def check_outdated(self) -> None:
         """Raises ZeroAccessError where a reader has written to gradients that had been replaced by others."""
-        outdated, self._outdated = self._outdated, []
-        if any(whole.changed_since for whole in outdated):
+        if any(whole.changed_since for whole in self._outdated):
+            self._outdated.clear()
             raise ZeroAccessError(
-                f"a gradient of unit '{self.buffer.message.name}' was read, then backward or clip_grad_norm_ changed "
-                "the gradients, and then the tensor that was read before was changed, which has no effect: read "
+                f"a gradient of unit '{self.buffer.message.name}' was read, then a backward pass, clipping or a step "
+                "used the gradients, and then the tensor that was read before was changed, which has no effect: read "
                 "`.grad` again before changing it"
             )
 
@@ -253,6 +253,7 @@ class GradientBuffer:
         self.used = {index for index in self.used if self.buffer.params[index] not in held}
 
     def begin_backward(self) -> None:
+        self.outdate_whole()
         self._arrived.clear()
         self.expect()
 
@@ -288,3 +289,18 @@ class GradientBuffer:
         self._whole = None
         for piece in self.buffer.pieces:
             piece.weight.grad = None
+
+
+def release_unused(gradients: Iterable[GradientBuffer], reading: GradientBuffer) -> None:
+    """Free whole gradients, other than those of `reading`, that no reader has any more.
+
+    Where fetching them again is a collective they are freed on all ranks or on none, which takes a small one.
+    """
+    gathers = reading.fetching_gathers
+    others = [g for g in gradients if g is not reading and g.fetched and g.fetching_gathers == gathers]
+    in_use = torch.tensor([float(other.whole_in_use) for other in others], device=reading.buffer.full.device)
+    if gathers and others:
+        reading.buffer.comm.agree(in_use, largest=True)
+    for other, used in zip(others, in_use.tolist(), strict=True):
+        if not used:
+            other.outdate_whole()

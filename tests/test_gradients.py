@@ -247,13 +247,15 @@ def prepared(stage, **config):
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=2)
 def test_a_change_to_an_outdated_gradient_is_an_error(stage):
-    for outdate in ("clip", "backward"):
+    for outdate in ("clip", "backward", "step"):
         model, engine, optimizer = prepared(stage)
         micro(model, batches(dist.get_rank(), 0), engine.backward)
         held, other = model.head.weight.grad, model.enter.weight.grad
         assert held.abs().sum() > 0 and other.abs().sum() > 0
         if outdate == "clip":
             engine.clip_grad_norm_(0.1)
+        elif outdate == "step":
+            optimizer.step()
         else:
             micro(model, batches(dist.get_rank(), 1), engine.backward)
         held.detach().mul_(2)
@@ -313,7 +315,44 @@ def test_nan_written_to_a_gradient_skips_the_step(stage):
     assert all(torch.equal(weight, before[name]) for name, weight in whole_weights(model).items())
 
 
+@distributed(world_size=2)
+def test_gradients_written_without_a_backward_pass_are_checked_too():
+    model, engine, optimizer = prepared(2, mixed_precision="bf16")
+    engine.backward(model(batches(dist.get_rank(), 0)[0]).float().sum())
+    optimizer.step()
+    before = whole_weights(model)
+    model.head.bias.grad.fill_(float("nan"))
+    optimizer.step()
+    assert engine.step_was_skipped
+    model.head.bias.grad = torch.full_like(model.head.bias, float("nan"))
+    optimizer.step()
+    assert engine.step_was_skipped
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    optimizer.step()
+    assert not engine.step_was_skipped
+    moved = {name for name, weight in whole_weights(model).items() if not torch.equal(weight, before[name])}
+    assert moved == {"head.bias"}, moved
+
+
 # ------------------------------------------------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_ranks_may_keep_different_gradients(stage):
+    """What a rank keeps decides what is freed, which no rank may do alone: reading again is a collective."""
+    model, engine, optimizer = prepared(stage)
+    micro(model, batches(dist.get_rank(), 0), engine.backward)
+    params, kept = list(model.parameters()), []
+    for turn in range(3):
+        for number, p in enumerate(params):
+            p.grad.mul_(0.5)
+            if (number + turn) % 5 == dist.get_rank():
+                kept.append(p.grad)
+    norms = [None, None]
+    dist.all_gather_object(norms, float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+    assert norms[0] == norms[1]
+    torch.testing.assert_close(engine.clip_grad_norm_(1.0).item(), norms[0], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
