@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -21,11 +20,6 @@ class HookPoint:
     reads_weights_in_backward: bool
     is_root: bool
     received: dict[int, int] = field(default_factory=dict)  # of the call under way: id and version of each input
-
-    @functools.cached_property
-    def announces_backward(self) -> bool:
-        """Whether the gradients of its outputs are hooked: there backward begins, or needs its weights."""
-        return self.is_root or self.reads_weights_in_backward
 
 
 class Place(NamedTuple):

@@ -216,19 +216,21 @@ class Schedule:
                 return
 
     def _hook_outputs(self, point: HookPoint, output: object) -> bool:
-        """Have `pre_backward` called before a gradient enters this call; whether there is such a gradient."""
+        """Have a hook called before a gradient enters this call; whether there is such a gradient."""
         if not torch.is_grad_enabled():
             return False
         tensors, objects = find_tensors(output)
         if objects and not tensors:
             self._check_is_not_trained(point, objects)
-        hook = functools.partial(self.pre_backward, point, self._order.here)
+        hook = functools.partial(self._reach, self._order.here)
+        if point.is_root or point.reads_weights_in_backward:
+            hook = functools.partial(self.pre_backward, point, self._order.here)
         differentiable = False
         for tensor in tensors:
             if tensor.requires_grad:
                 differentiable = True
                 # An input that is handed on, unchanged, belongs to the call that made it.
-                if point.announces_backward and point.received.get(id(tensor)) != tensor._version:
+                if point.received.get(id(tensor)) != tensor._version:
                     tensor.register_hook(hook)
         return differentiable
 

@@ -234,6 +234,21 @@ def test_gradients_are_held_for_a_few_blocks_only(stage, make, blocks):
     assert reduced == [f"reduce layers.{number}" for number in reversed(range(DEPTH))], reduced
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_the_first_block_is_reduced_before_the_gradient_of_the_embedding_comes(stage):
+    class Embedding(Net):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(BLOCK // 4 // WIDTH, WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.embed(torch.arange(4)))
+
+    held = most_held(*prepare(Embedding, zero_stage=stage, peer_memory=False))
+    assert 0 < held <= BLOCK, f"{held / BLOCK} blocks"
+
+
 class Spare(Net):
     """The last blocks are not called, or called without a gradient."""
 
