@@ -344,10 +344,10 @@ def test_ranks_may_keep_different_gradients(stage):
     model, engine, optimizer = prepared(stage)
     micro(model, batches(dist.get_rank(), 0), engine.backward)
     params, kept = list(model.parameters()), []
-    for turn in range(3):
+    for _ in range(2):
         for number, p in enumerate(params):
             p.grad.mul_(0.5)
-            if (number + turn) % 5 == dist.get_rank():
+            if number == 5 and dist.get_rank() == 0:  # of the first layer
                 kept.append(p.grad)
     norms = [None, None]
     dist.all_gather_object(norms, float(torch.nn.utils.get_total_norm([p.grad for p in params])))
