@@ -59,7 +59,7 @@ quality: $(STAMP) docs-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The parity tables are measured, not checked here: `python -m scripts.parity_report docs/parity.md` takes minutes.
+# The parity tables are measured, not checked here: `python -m benchmarks.parity_report docs/parity.md` takes minutes.
 docs-check: $(STAMP)
 	$(BIN)/python -m hf_zero.config.reference docs/configuration.md --check
 

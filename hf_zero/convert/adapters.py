@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.sliced_file import SlicedFile
 
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"

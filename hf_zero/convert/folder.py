@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hf_zero.committed import MARKER
+from hf_zero.checkpoint.commit import MARKER
 from hf_zero.convert.pickles import verify
 from hf_zero.errors import ZeroCheckpointError
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero import checkpoint, committed
-from hf_zero.comm import Communicator
+from hf_zero.checkpoint import commit, training_state
+from hf_zero.checkpoint.plan import SavePlan, logical_state, plan_module, plan_pretrained
+from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.checkpoint.saving import StagedWeights
+from hf_zero.checkpoint.staging import Part, stage
+from hf_zero.comm.communicator import Communicator
 from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, new_folder, note_dtype, save_pickle
 from hf_zero.convert.source import Source, Stored, some, unwrapped
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.saving import StagedWeights
-from hf_zero.saving_plan import SavePlan, logical_state, plan_module, plan_pretrained
-from hf_zero.sliced_file import SlicedFile
-from hf_zero.staging import Part, stage
 
 
 SCHEDULE_NAME, ACCELERATE_SCHEDULE_NAME = "scheduler.pt", "scheduler.bin"
@@ -87,9 +87,11 @@ def write(source: Source, model: nn.Module | None, config: Path | None, target: 
             sums.update(match.plan.by_file(staged.sums))
         if config is not None:
             note_dtype(folder, _main_dtype(match))
-        states = stage(folder, {checkpoint.STATE_NAME: state}, lambda: _state_parts(match, state), comm, is_main=True)
+        states = stage(
+            folder, {training_state.STATE_NAME: state}, lambda: _state_parts(match, state), comm, is_main=True
+        )
         states.commit()
-        committed.write_marker(folder, {**sums, checkpoint.STATE_NAME: states.sums})
+        commit.write_marker(folder, {**sums, training_state.STATE_NAME: states.sums})
     return _summary(match, len(carried), sum(path.stat().st_size for path in target.iterdir()))
 
 
@@ -168,14 +170,14 @@ def _state_file(match: _Match) -> SlicedFile:
     tensors, with_master = {}, match.with_master()
     for name, kinds in match.states.items():
         if name in with_master:
-            tensors[f"{name}.{checkpoint.MASTER}"] = (torch.float32, match.weights[name].shape)
+            tensors[f"{name}.{training_state.MASTER}"] = (torch.float32, match.weights[name].shape)
         for kind, stored in kinds.items():
             tensors[f"{name}.{kind}"] = (stored.dtype, stored.shape)
     groups = [{"options": group.options, "scalars": group.scalars} for group in match.source.groups]
     extra: dict[str, object] = {"members": [match.members]}
     if match.source.loss_scale is not None:
         extra["loss_scale"] = match.source.loss_scale
-    return SlicedFile(tensors, checkpoint.header([groups], extra, match.states))
+    return SlicedFile(tensors, training_state.header([groups], extra, match.states))
 
 
 def _weight_parts(match: _Match) -> Iterator[Part]:
@@ -195,7 +197,7 @@ def _weight_parts(match: _Match) -> Iterator[Part]:
 
 def _state_parts(match: _Match, file: SlicedFile) -> Iterator[Part]:
     for name, kinds in match.states.items():
-        for kind, stored in {checkpoint.MASTER: match.weights[name], **kinds}.items():
+        for kind, stored in {training_state.MASTER: match.weights[name], **kinds}.items():
             if f"{name}.{kind}" in file.tensors:
                 for start, values in stored.parts():
-                    yield checkpoint.STATE_NAME, f"{name}.{kind}", start, values
+                    yield training_state.STATE_NAME, f"{name}.{kind}", start, values

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero import checkpoint, committed
-from hf_zero.comm import Communicator
+from hf_zero.checkpoint import commit, training_state
+from hf_zero.checkpoint.loading import weight_files
+from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
+from hf_zero.checkpoint.safetensors_file import SlicedFile, library_order
+from hf_zero.checkpoint.saving import StagedWeights
+from hf_zero.checkpoint.staging import Part, stage
+from hf_zero.comm.communicator import Communicator
 from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, find_config, is_accelerates, new_folder, note_dtype, save_pickle
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.loading import weight_files
-from hf_zero.saving import StagedWeights
-from hf_zero.saving_plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
-from hf_zero.sliced_file import SlicedFile, library_order
-from hf_zero.staging import Part, stage
 
 
 _OPTIMIZER_NAME, _ACCELERATES_OPTIMIZER_NAME, _SCALER_NAME = "optimizer.pt", "optimizer.bin", "scaler.pt"
@@ -33,7 +33,7 @@ _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 def find(folder: Path) -> bool:
     """Whether `folder` is a checkpoint of ours."""
-    return (folder / checkpoint.STATE_NAME).is_file()
+    return (folder / training_state.STATE_NAME).is_file()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Ours:
 
     @cached_property
     def state(self) -> SlicedFile:
-        return SlicedFile.open(self.folder / checkpoint.STATE_NAME)
+        return SlicedFile.open(self.folder / training_state.STATE_NAME)
 
     @cached_property
     def home(self) -> dict[str, str]:
@@ -61,12 +61,12 @@ class _Ours:
         return _mapped(self.folder / file, self._layouts[file], tensor).view(-1)
 
     def state_tensor(self, name: str) -> Tensor:
-        return _mapped(self.folder / checkpoint.STATE_NAME, self.state, name)
+        return _mapped(self.folder / training_state.STATE_NAME, self.state, name)
 
     @property
     def masters(self) -> set[str]:
         """The parameters whose masters are not in the model's files."""
-        ending = f".{checkpoint.MASTER}"
+        ending = f".{training_state.MASTER}"
         return {name.removesuffix(ending) for name in self.state.tensors if name.endswith(ending)}
 
     def has_half_weights(self) -> bool:
@@ -93,10 +93,10 @@ def write(folder: Path, config: Path | None, build: Callable[[Path], nn.Module],
     Returns what was written, in a line. Raises ZeroCheckpointError, before anything is written, where the checkpoint
     is damaged or cannot be expressed.
     """
-    if not committed.is_committed(folder):
-        raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {committed.MARKER} file)")
-    committed.check_files(folder)
-    committed.check_tensors(folder)
+    if not commit.is_committed(folder):
+        raise ZeroCheckpointError(f"{folder} was not saved completely (it has no {commit.MARKER} file)")
+    commit.check_files(folder)
+    commit.check_tensors(folder)
     ours = _Ours(folder)
     groups, members, extra = ours.optimizer
     carried, new = _weights_to_write(ours, config, build)
@@ -137,7 +137,7 @@ def _weights_to_write(
     ours: _Ours, config: Path | None, build: Callable[[Path], nn.Module]
 ) -> tuple[list[Path], _NewWeights]:
     """The files that are carried over, and the weights that are not: those of which there are masters in fp32."""
-    folder, unread = ours.folder, {checkpoint.STATE_NAME}
+    folder, unread = ours.folder, {training_state.STATE_NAME}
     for_accelerate = config is None and is_accelerates(folder)
     if for_accelerate or adapters.present(folder):
         file = WEIGHTS_NAME if for_accelerate else adapters.WEIGHTS_NAME
@@ -156,7 +156,7 @@ def _trained_in(ours: _Ours, file: str) -> dict[str, str]:
     """The parameter of every tensor in a file of adapters, or in accelerate's only one, of those that have masters."""
     if file != adapters.WEIGHTS_NAME:
         return {name: name for name in ours.masters}
-    shapes = {name: ours.state.tensors[f"{name}.{checkpoint.MASTER}"][1] for name in ours.masters}
+    shapes = {name: ours.state.tensors[f"{name}.{training_state.MASTER}"][1] for name in ours.masters}
     return {tensor: name for name, tensor in adapters.tensors(ours.folder, shapes).items()}
 
 
@@ -172,7 +172,7 @@ def _file_fp32(ours: _Ours, file: str) -> _NewWeights:
     def parts() -> Iterator[Part]:
         for tensor in old.tensors:
             if tensor in trained:
-                values = ours.state_tensor(f"{trained[tensor]}.{checkpoint.MASTER}")
+                values = ours.state_tensor(f"{trained[tensor]}.{training_state.MASTER}")
             else:
                 values = _mapped(path, old, tensor)
             yield file, tensor, 0, values.view(-1)
@@ -185,7 +185,7 @@ def _state_dict(ours: _Ours, groups: list[dict], members: list[list[str]]) -> di
     kinds: dict[str, list[str]] = {}
     for name in ours.state.tensors:
         parameter, kind = name.rsplit(".", 1)
-        if kind != checkpoint.MASTER:
+        if kind != training_state.MASTER:
             kinds.setdefault(parameter, []).append(kind)
     state, described, number = {}, [], 0
     for group, names in zip(groups, members, strict=True):
@@ -225,7 +225,7 @@ def _weight_parts(plan: SavePlan, ours: _Ours) -> Iterator[Part]:
     for tensor, origin in plan.origins.items():
         for run in origin.runs or ():
             if run.name in masters:
-                flat, begin = ours.state_tensor(f"{run.name}.{checkpoint.MASTER}").view(-1), run.start
+                flat, begin = ours.state_tensor(f"{run.name}.{training_state.MASTER}").view(-1), run.start
             else:
                 flat, begin = ours.weight(tensor), run.at
             yield plan.home[tensor], tensor, run.at, flat[begin : begin + run.numel]

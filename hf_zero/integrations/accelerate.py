@@ -23,9 +23,8 @@ from accelerate.utils import (
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
-from hf_zero import access, grad_norm, saving
-from hf_zero.background import BackgroundSaves
-from hf_zero.build import WHOLE_MODEL_COMPILED, check_model
+from hf_zero.checkpoint import saving
+from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
     Claim,
@@ -35,13 +34,15 @@ from hf_zero.config.consistency import (
     hidden_size_of,
     resolve_auto,
 )
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.core import grad_norm, guard
+from hf_zero.core.build import WHOLE_MODEL_COMPILED, check_model
+from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.placement import STAGES, Placement
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
-from hf_zero.integrations import state
+from hf_zero.integrations import accelerate_state
+from hf_zero.integrations.plain_loop import lone_process
 from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
-from hf_zero.loss_scale import LossScaler
-from hf_zero.placement import STAGES, Placement
-from hf_zero.plain_loop import lone_process
 
 
 logger = logging.getLogger(__name__)
@@ -280,7 +281,7 @@ class ZeroAccelerator(Accelerator):
         except BaseException as error:
             for engine in self._engines():
                 engine.schedule.abort()
-            access.raise_if_released(error)
+            guard.raise_if_released(error)
             raise
 
     @contextlib.contextmanager
@@ -341,7 +342,7 @@ class ZeroAccelerator(Accelerator):
         if engine_of(model) is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
-            state.save_model(self, model, save_directory, max_shard_size)
+            accelerate_state.save_model(self, model, save_directory, max_shard_size)
 
     def save_state(
         self, output_dir: str | os.PathLike | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -352,7 +353,7 @@ class ZeroAccelerator(Accelerator):
             return stock(output_dir)
         asynchronous = self.zero_plugin.config.async_save
         with self.saves.save(self._engines()[0].comm, asynchronous) as later:
-            return state.save_state(self, stock, output_dir, later)
+            return accelerate_state.save_state(self, stock, output_dir, later)
 
     def end_training(self) -> None:
         self.saves.wait()
@@ -361,8 +362,8 @@ class ZeroAccelerator(Accelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
         self.saves.wait()
         if self._engines():
-            state.finish_interrupted(self, input_dir)
-        with state.loading_state(self):
+            accelerate_state.finish_interrupted(self, input_dir)
+        with accelerate_state.loading_state(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextlib.contextmanager

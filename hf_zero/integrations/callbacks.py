@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.memory import measure_peak, memory_report
+from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.planning.compare import Comparison, compare, draw_memory
+from hf_zero.tools.memory import measure_peak, memory_report
 
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 
-from hf_zero.checkpoint import members_of
+from hf_zero.checkpoint.staging import on_all_ranks
+from hf_zero.checkpoint.state_checks import Groups, check_kinds
+from hf_zero.checkpoint.training_state import members_of
 from hf_zero.convert import deepspeed, fsdp
 from hf_zero.convert.pickles import load
-from hf_zero.engine import ZeroEngine
+from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.optimizer import Binding
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.optimizer import Binding
-from hf_zero.staging import agree
-from hf_zero.state_checks import Groups, check_kinds
 
 
 # They say how a step is computed, not what: those of this run stay.
@@ -53,7 +53,7 @@ def load_optimizer(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
         (binding,), (members,) = engine.bindings, members_of(engine.buffers, engine.bindings)
         engine.load_optimizer_state(binding.optimizer, _by_name(load(path), binding, members, path))
 
-    agree(engine.comm, read)
+    on_all_ranks(engine.comm, read)
     return schedule
 
 
@@ -66,7 +66,7 @@ def load_scaler(engine: ZeroEngine, folder: Path) -> None:
         engine.scaler.load_state_dict({**engine.scaler.state_dict(), **counts})
 
     if engine.scaler is not None:
-        agree(engine.comm, lambda: read() if (folder / SCALER_NAME).is_file() else None)
+        on_all_ranks(engine.comm, lambda: read() if (folder / SCALER_NAME).is_file() else None)
 
 
 def _by_name(state: Mapping[str, Any], binding: Binding, members: Groups, path: Path) -> dict[str, Any]:

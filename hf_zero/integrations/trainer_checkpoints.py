@@ -14,16 +14,16 @@ from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from hf_zero import checkpoint, committed, loading, training_state
-from hf_zero.background import Later
-from hf_zero.building import built_aside
-from hf_zero.comm import Communicator
-from hf_zero.engine import engine_of
+from hf_zero.checkpoint import commit, loading, training_state
+from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.building import built_aside
+from hf_zero.checkpoint.model_folder import SavedFolder, save_folder
+from hf_zero.checkpoint.staging import on_all_ranks
+from hf_zero.comm.communicator import Communicator
+from hf_zero.core.engine import engine_of
+from hf_zero.core.unit import gathered_parameters
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.integrations import stock_checkpoints
-from hf_zero.model_folder import SavedFolder, save_folder
-from hf_zero.staging import agree
-from hf_zero.unit import gathered_parameters
+from hf_zero.integrations import engine_state, stock_checkpoints
 
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ZeroCheckpointMixin:
         saved = self._saved
         assert saved is not None, "the model is saved before the optimizer"
         saved.sums.update(
-            training_state.save_engine(
+            engine_state.save_engine(
                 engine, output_dir, is_main=self.args.should_save, stored=saved.exact, later=self._later
             )
         )
@@ -73,7 +73,7 @@ class ZeroCheckpointMixin:
 
     def _get_output_dir(self, trial: Any) -> str:
         run_folder = super()._get_output_dir(trial)
-        return os.path.join(run_folder, committed.UNCOMMITTED) if self._under_construction else run_folder
+        return os.path.join(run_folder, commit.UNCOMMITTED) if self._under_construction else run_folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Build the checkpoint aside, and give it its name when every rank has written its part.
@@ -85,10 +85,10 @@ class ZeroCheckpointMixin:
             super()._save_checkpoint(model, trial)
             return
         run_folder = super()._get_output_dir(trial)
-        final = committed.step_folder(Path(run_folder), self.state.global_step)
+        final = commit.step_folder(Path(run_folder), self.state.global_step)
         writes = self.args.should_save
         with self.accelerator.saves.save(engine.comm, self.accelerator.zero_plugin.config.async_save) as later:
-            agree(engine.comm, lambda: _clear(final.parent) if writes else None)
+            on_all_ranks(engine.comm, lambda: _clear(final.parent) if writes else None)
             with built_aside(final, engine.comm, writes, later) as construction:
                 self._build_checkpoint(model, trial, later)
                 best = self.state.best_model_checkpoint
@@ -138,7 +138,7 @@ class ZeroCheckpointMixin:
         elif isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             folder = Path(resume_from_checkpoint)
-            agree(Communicator(peer_memory=False), lambda: _check_given(folder))
+            on_all_ranks(Communicator(peer_memory=False), lambda: _check_given(folder))
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
@@ -156,7 +156,7 @@ class ZeroCheckpointMixin:
             with gathered_parameters(self.model, write=True):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif engine is not None:
-            training_state.load_weights(engine, self.model, resume_from_checkpoint)
+            engine_state.load_weights(engine, self.model, resume_from_checkpoint)
         elif not self.is_in_train:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         # Otherwise the model is about to be sharded: each rank then reads its slices.
@@ -173,21 +173,21 @@ class ZeroCheckpointMixin:
             super()._load_optimizer_and_scheduler(checkpoint_dir)
             return
         slices, folder = self._loads_slices(checkpoint_dir), Path(checkpoint_dir)
-        if not (folder / checkpoint.STATE_NAME).exists():
+        if not (folder / training_state.STATE_NAME).exists():
             is_stock = stock_checkpoints.find(folder)
             if slices:
-                training_state.load_weights(engine, self.model, checkpoint_dir)
+                engine_state.load_weights(engine, self.model, checkpoint_dir)
             if is_stock:
                 self.lr_scheduler.load_state_dict(stock_checkpoints.load_optimizer(engine, folder))
             else:
                 logger.warning(f"{checkpoint_dir} holds no optimizer state: optimizer and scheduler start afresh")
             return
-        missing = training_state.load_engine(engine, checkpoint_dir)
+        missing = engine_state.load_engine(engine, checkpoint_dir)
         if slices:
-            training_state.load_rest(engine, self.model, checkpoint_dir, missing)
+            engine_state.load_rest(engine, self.model, checkpoint_dir, missing)
         else:
             engine.after_load()
-        agree(engine.comm, lambda: self._load_schedule(folder / SCHEDULER_NAME))
+        on_all_ranks(engine.comm, lambda: self._load_schedule(folder / SCHEDULER_NAME))
 
     def _load_schedule(self, path: Path) -> None:
         self.lr_scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -203,7 +203,7 @@ class ZeroCheckpointMixin:
         engine, best = engine_of(self.model), self.state.best_model_checkpoint
         if engine is not None and self._loads_slices(best):
             logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-            training_state.load_weights(engine, self.model, best)
+            engine_state.load_weights(engine, self.model, best)
             return
         with gathered_parameters(self.model, write=True):
             super()._load_best_model()
@@ -211,8 +211,8 @@ class ZeroCheckpointMixin:
 
 def _clear(run_folder: Path) -> None:
     """Give what an earlier run has completed its name, and remove what it has left torn."""
-    committed.finish_run(run_folder)
-    for folder in committed.torn_folders(run_folder):
+    commit.finish_run(run_folder)
+    for folder in commit.torn_folders(run_folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -225,18 +225,18 @@ def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, i
     """
     comm = Communicator(peer_memory=False)
     found: list[int] = []
-    agree(comm, lambda: committed.finish_run(run_folder) if is_main else None)
-    agree(comm, lambda: found.extend(committed.steps_in(run_folder)))
-    skipped = [f"{folder} (torn: the run ended while it was written)" for folder in committed.torn_folders(run_folder)]
+    on_all_ranks(comm, lambda: commit.finish_run(run_folder) if is_main else None)
+    on_all_ranks(comm, lambda: found.extend(commit.steps_in(run_folder)))
+    skipped = [f"{folder} (torn: the run ended while it was written)" for folder in commit.torn_folders(run_folder)]
     steps = comm.all_gather_object(found)
     newest = None
     for step in sorted(set().union(*steps), reverse=True):
-        folder = committed.step_folder(run_folder, step)
+        folder = commit.step_folder(run_folder, step)
         lacking = [rank for rank, theirs in enumerate(steps) if step not in theirs]
         try:
             if lacking:
                 raise ZeroCheckpointError(f"rank(s) {lacking} of {comm.world_size} do not have it")
-            agree(comm, lambda folder=folder: _check(folder, *(share or (comm.rank, comm.world_size))))
+            on_all_ranks(comm, lambda folder=folder: _check(folder, *(share or (comm.rank, comm.world_size))))
         except ZeroCheckpointError as error:
             skipped.append(f"{folder} ({error})")
         else:
@@ -253,15 +253,15 @@ def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, i
 
 
 def _check_given(folder: Path) -> None:
-    if committed.is_committed(folder):
-        committed.check_files(folder)
+    if commit.is_committed(folder):
+        commit.check_files(folder)
     elif folder.is_dir():
         stock_checkpoints.find(folder)  # another system's is refused before anything is loaded
-        logger.warning(f"{folder} has no {committed.MARKER} file: whether it is complete cannot be checked")
+        logger.warning(f"{folder} has no {commit.MARKER} file: whether it is complete cannot be checked")
     else:
         raise ZeroCheckpointError(f"{folder} does not exist")
 
 
 def _check(folder: Path, share: int, shares: int) -> None:
-    committed.check_complete(folder)
-    committed.check_tensors(folder, share, shares)
+    commit.check_complete(folder)
+    commit.check_tensors(folder, share, shares)

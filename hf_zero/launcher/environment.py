@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero import failures
 from hf_zero.config import values
 from hf_zero.config.documents import load_document
 from hf_zero.config.reader import build, read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroError, ZeroLaunchError
+from hf_zero.launcher import failures
 from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_command, resolve_path
 
 

@@ -14,8 +14,8 @@ from types import ModuleType
 
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
-from hf_zero.failures import is_users_file
 from hf_zero.launcher.environment import CONFIG_VARIABLE
+from hf_zero.launcher.failures import is_users_file
 
 
 # By library: what hf_zero has under another name. Any other trainer becomes ours by a mixin.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Communicator
-from hf_zero.peer_transport import CACHED
-from hf_zero.pending import NAMELESS, Deliver, Message, Pending, wide
+from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.transport.reads import CACHED
+from hf_zero.comm.work import UNTAGGED, OnChunk, Tag, Work, wide
 
 
 class PlannedCommunicator(Communicator):
@@ -47,17 +47,17 @@ class PlannedCommunicator(Communicator):
     def reads_peers(self, device: torch.device) -> bool:
         return self._reads_peers
 
-    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
+    def all_gather(self, flat: Tensor, what: Tag = UNTAGGED, rest: Sequence[Tensor] = ()) -> Work:
         if self.world_size > 1:
             self._count("all_gather", flat.nbytes // self.world_size * (self.world_size - 1))
-        return Pending()
+        return Work()
 
-    def settle(self, what: Message | None = None) -> None:
+    def settle(self, what: Tag | None = None) -> None:
         self._lent = ()
         if what is None:
             self._read = ()
 
-    def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
         if self.world_size == 1:
             return super().reduce_scatter(parts, deliver)
         numel = sum(part.numel() for part in parts) // self.world_size
@@ -76,7 +76,7 @@ class PlannedCommunicator(Communicator):
             for at in range(0, numel, room.numel()):
                 deliver(at, room[: numel - at].to(wide(room.dtype)))
 
-        return Pending((), finish, beside=not self._reads_peers)
+        return Work((), finish, beside=not self._reads_peers)
 
     def _received(self, sent: Tensor, numel: int) -> list[Tensor]:
         """Messages that are held until they are added up; peers' memory is read in small parts instead."""
@@ -85,15 +85,15 @@ class PlannedCommunicator(Communicator):
         one = self.backend == "nccl" and not self.deterministic and sent.dtype == torch.float32
         return [sent.new_empty(numel) for _ in range(1 if one else self.world_size - 1)]
 
-    def all_reduce(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+    def all_reduce(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
         if self.world_size == 1:
             return super().reduce_scatter(parts, deliver)
         (flat,) = parts
         self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
         self._on_buffer([flat])
-        return Pending((), lambda: deliver(0, flat))
+        return Work((), lambda: deliver(0, flat))
 
-    def agree(self, values: Tensor, largest: bool = False) -> Tensor:
+    def on_all_ranks(self, values: Tensor, largest: bool = False) -> Tensor:
         if self.world_size > 1:
             self._count("scalars", values.nbytes * (self.world_size - 1))
         return values

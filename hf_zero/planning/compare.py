@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hf_zero.engine import engine_of
-from hf_zero.memory import memory_report
+from hf_zero.core.engine import engine_of
 from hf_zero.planning.model import BatchShape, skeleton
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.planning.units import BYTES, unit_for
+from hf_zero.tools.memory import memory_report
 
 
 @dataclass(frozen=True, kw_only=True)

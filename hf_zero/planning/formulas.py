@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_zero.placement import STAGES, Placement
+from hf_zero.core.placement import STAGES, Placement
 from hf_zero.planning.homes import Home, Homes
 
 

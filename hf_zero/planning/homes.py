@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hf_zero.placement import STAGES, Placement
+from hf_zero.core.placement import STAGES, Placement
 
 
 class Home(Enum):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_zero.engine import engine_of
+from hf_zero.core.engine import engine_of
 from hf_zero.errors import ZeroError
 
 

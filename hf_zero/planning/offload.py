@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hf_zero.build import DTYPES
 from hf_zero.config import ZeroConfig
-from hf_zero.placement import STAGES, Placement
+from hf_zero.core.build import DTYPES
+from hf_zero.core.placement import STAGES, Placement
 from hf_zero.planning.homes import Home, Homes
 from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, Footprint
 

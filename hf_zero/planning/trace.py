@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine
-from hf_zero.memory import tensors_by_category
+from hf_zero.core.engine import ZeroEngine
 from hf_zero.planning.communicator import PlannedCommunicator
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
+from hf_zero.tools.memory import tensors_by_category
 
 
 # State tensors per weight, of the optimizers that Trainer knows by these names.
@@ -164,7 +164,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
         optimizer = _PlannedOptimizer(_groups(model), scenario.optimizer_states)
         with meter:
             engine.attach_optimizer(optimizer)
-        meter.resizable = lambda: (buffer.full for buffer in engine.buffers)
+        meter.resizable = lambda: (buffer.unsharded for buffer in engine.buffers)
         meter.before_peak = lambda: _label_states(meter, engine)
         with meter, _FlashAttention():
             return _train(model, engine, optimizer, meter, scenario, inputs)
@@ -228,7 +228,7 @@ def _train(
     for unit in engine.units:
         unit.unshard() if not unit.sharded else None
     resident = {name: count for name, count in meter.live.items() if name != ACTIVATIONS and count}
-    whole = {trained: [b.full for b in engine.buffers if b.trainable is trained] for trained in (True, False)}
+    whole = {trained: [b.unsharded for b in engine.buffers if b.trainable is trained] for trained in (True, False)}
     trained, frozen = (
         sum(full.numel() * full.itemsize for full in whole[kind]) // engine.comm.world_size for kind in (True, False)
     )
@@ -238,7 +238,9 @@ def _train(
         peak_without_optimizer={name: count for name, count in meter.peak_without.live.items() if count},
         sent=dict(engine.comm.bytes_sent),
         calls=dict(engine.comm.calls),
-        largest_unit=max(sum(b.full.numel() * b.full.itemsize for b in unit.buffers) for unit in engine.units),
+        largest_unit=max(
+            sum(b.unsharded.numel() * b.unsharded.itemsize for b in unit.buffers) for unit in engine.units
+        ),
         gradients=gradients,
         activations=activations,
         logits=meter.most_logits,

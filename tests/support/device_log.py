@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.core.engine import ZeroEngine
 from tests.support.happens_before import Collective, Compute, Event, Free, Log, Region, Resize, Section, Wait
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.nets import WIDTH, Block, Net, seeded
+from tests.support.nets import WIDTH, Block, Net, seeded
 
 
 class Repeated(Net):

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.comm import Communicator
-from hf_zero.engine import ZeroEngine
-from hf_zero.peer_transport import PeerTransport
-from hf_zero.pending import NAMELESS, Deliver, Message, Pending
+from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.transport.reads import PeerTransport
+from hf_zero.comm.work import UNTAGGED, OnChunk, Tag, Work
+from hf_zero.core.engine import ZeroEngine
 from tests.support.device_log import DeviceLog, Work
 from tests.support.happens_before import Log
 
@@ -219,14 +219,14 @@ class NamingCommunicator(Communicator):
     def _point_to_point(self) -> bool:
         return self._sends_messages
 
-    def all_gather(self, flat: Tensor, what: Message = NAMELESS, rest: Sequence[Tensor] = ()) -> Pending:
+    def all_gather(self, flat: Tensor, what: Tag = UNTAGGED, rest: Sequence[Tensor] = ()) -> Work:
         with self._recording.carrying(what.name):
             return super().all_gather(flat, what, rest)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+    def reduce_scatter(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
         with self._recording.carrying(what.name):
             return super().reduce_scatter(parts, deliver, what)
 
-    def all_reduce(self, parts: Sequence[Tensor], deliver: Deliver, what: Message = NAMELESS) -> Pending:
+    def all_reduce(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
         with self._recording.carrying(what.name):
             return super().all_reduce(parts, deliver, what)

@@ -1,0 +1,1 @@
+"""Saving and loading: safetensors files by byte ranges, training state, commits."""

@@ -1,0 +1,165 @@
+"""Reads the weights of a saved folder into a prepared model: every rank only the byte ranges that it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hf_zero.checkpoint import commit
+from hf_zero.checkpoint.plan import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    SavePlan,
+    logical_state,
+    plan_module,
+    plan_pretrained,
+    units_of,
+)
+from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.checkpoint.staging import add_up, on_all_ranks
+from hf_zero.comm.communicator import Communicator
+from hf_zero.core import guard
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.errors import ZeroCheckpointError
+
+
+# (tensor in the file, first element, where its values go, whether this rank's read counts for the checksum)
+_Part = tuple[str, int, Tensor, bool]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights as safetensors."""
+    return (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
+
+
+def weight_files(folder: Path) -> dict[str, str]:
+    """The file of every tensor in a folder, or in one file. Raises ZeroCheckpointError where there are no weights."""
+    if folder.is_file():
+        return dict.fromkeys(SlicedFile.open(folder).tensors, folder.name)
+    # Where both are there, transformers reads the one file, too.
+    if (folder / WEIGHTS_NAME).is_file():
+        return dict.fromkeys(SlicedFile.open(folder / WEIGHTS_NAME).tensors, WEIGHTS_NAME)
+    if (folder / INDEX_NAME).is_file():
+        return _read_index(folder / INDEX_NAME)
+    raise ZeroCheckpointError(f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of every tensor; raises ZeroCheckpointError where one is not beside the index."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        outside = sorted(name for name in set(files.values()) if Path(name).name != name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ZeroCheckpointError(f"{path} is no index of weight files: {error!r}") from error
+    if outside:
+        raise ZeroCheckpointError(f"{path} names '{outside[0]}', which is no file beside it")
+    return files
+
+
+def computed_weights(model: nn.Module) -> set[str]:
+    """The weights that the model's files do not hold as they stand, but as something that a converter computes."""
+    return {name for origin in _plan(model).computed.values() for name in origin.names}
+
+
+def can_load(model: nn.Module) -> bool:
+    """Whether the model's files hold its weights as they stand."""
+    return not computed_weights(model)
+
+
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    comm: Communicator,
+    wanted: Callable[[str], bool] = lambda name: True,
+    plan: SavePlan | None = None,
+) -> None:
+    """Fill weights and module buffers from a saved folder or file; call it on all ranks, with the units resting.
+
+    `wanted(name)` chooses by names of the state dict; `plan` is the one that the files were written by, if not the
+    model's own. Raises ZeroCheckpointError, on all ranks, where a tensor is
+    missing, has another shape, or is not what was saved.
+    """
+    folder, plan = Path(folder), plan or _plan(model)
+    home = folder.parent if folder.is_file() else folder
+    names = {name for name, first in plan.aliases.items() if wanted(first)}
+    files: dict[str, str] = {}
+    sums: dict[str, int] = {}
+
+    def read() -> None:
+        files.update(weight_files(folder))
+        layouts = {file: SlicedFile.open(home / file) for file in sorted(set(files.values()))}
+        _check(plan, names, files, layouts, folder)
+        by_file: dict[str, list[_Part]] = {}
+        for part in _parts(model, plan, names, comm):
+            by_file.setdefault(files[part[0]], []).append(part)
+        found = commit.checksums(home)
+        for file, parts in by_file.items():
+            layouts[file].read(home / file, [part[:3] for part in parts if part[3]], found)
+            layouts[file].read(home / file, [part[:3] for part in parts if not part[3]])
+        sums.update(found or {})
+
+    on_all_ranks(comm, read)
+    whole = add_up(comm, sums)
+    for file in sorted(set(files.values())):
+        commit.compare_sums(home, file, {name: whole[name] for name in whole if files[name] == file})
+
+
+def _plan(model: nn.Module) -> SavePlan:
+    if hasattr(model, "_keys_to_ignore_on_save"):
+        return plan_pretrained(model, lambda tensor: tensor.dtype)
+    return plan_module(model, lambda tensor: tensor.dtype)
+
+
+def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict, folder: Path) -> None:
+    problems = []
+    for tensor, origin in plan.origins.items():
+        if not origin.names & names:
+            continue
+        if origin.runs is None:
+            problems.append(f"'{tensor}' stands there in a form that is computed from weights")
+            continue
+        shape = plan.files[plan.home[tensor]].tensors[tensor][1]
+        found = layouts[files[tensor]].tensors.get(tensor) if tensor in files else None
+        if found is None:
+            problems.append(f"'{tensor}' is missing")
+        elif found[1] != shape:
+            problems.append(f"'{tensor}' has shape {found[1]}, the model's is {shape}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ZeroCheckpointError(f"{folder} does not fit the model: {shown}")
+
+
+def _parts(model: nn.Module, plan: SavePlan, names: set[str], comm: Communicator) -> Iterator[_Part]:
+    routes: dict[str, list[tuple[int, str, int, int]]] = {}
+    for tensor, origin in plan.origins.items():
+        for run in origin.runs or ():
+            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
+    logical = logical_state(model)
+    by_param = {id(tensor): plan.aliases[name] for name, tensor in logical.items()}
+    for unit in units_of(model):
+        for buffer in unit.buffers:
+            for index, start, values in resting_spans(buffer):
+                name = by_param.get(id(buffer.params[index]))
+                if name in names:
+                    counts = buffer.owns_slice or comm.rank == 0
+                    yield from _routed(routes.get(name, ()), start, values, counts)
+    for name, tensor in logical.items():
+        if name in names and plan.aliases[name] == name and not guard.is_prepared(tensor):
+            yield from _routed(routes.get(name, ()), 0, tensor.detach().view(-1), comm.rank == 0)
+
+
+def _routed(routes, start: int, values: Tensor, counts: bool) -> Iterator[_Part]:
+    for at, tensor, first, numel in routes:
+        low, high = max(start, first), min(start + values.numel(), first + numel)
+        if low < high:
+            yield tensor, at + low - first, values[low - start : high - start], counts
+
+
+def resting_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
+    """(parameter, first element, values) of everything that this rank keeps of a buffer."""
+    for start, stop, values in buffer.local_shard() or [(0, buffer.end - buffer.begin, buffer.local_slice)]:
+        for span in buffer.layout.spans(buffer.begin + start, buffer.begin + stop):
+            yield span.index, span.start, values[span.offset : span.offset + span.numel]

@@ -1,0 +1,215 @@
+"""Writes the weights of a prepared model as Hugging Face files: every rank its own byte ranges, nothing gathered."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.plan import SavePlan, logical_state, units_of
+from hf_zero.checkpoint.staging import Part, Staged, broadcast_parts, family, on_all_ranks, stage
+from hf_zero.comm.communicator import Communicator
+from hf_zero.core import guard
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.unit import Unit, gathered_parameters
+
+
+# (name in the state dict, first element, values)
+Owned = tuple[str, int, Tensor]
+
+
+def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], torch.dtype]:
+    """The dtype in which each tensor of the model is saved: as the model computes, or else in fp32 at least."""
+    dtypes: dict[int, torch.dtype] = {}
+    for unit in units_of(model):
+        for buffer in unit.buffers:
+            keeps = compute_dtype or not buffer.dtype.is_floating_point
+            dtype = buffer.dtype if keeps else buffer.master_dtype
+            dtypes.update({id(param): dtype for param in buffer.params})
+    return lambda tensor: dtypes.get(id(tensor), tensor.dtype)
+
+
+def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
+    """The `id` of every parameter whose master stands in the files of `plan` as it is."""
+    inexact = {name for origin in plan.computed.values() for name in origin.names}
+    saved = {name: plan.dtype_of(tensor) for tensor, origin in plan.origins.items() for name in origin.names}
+    masters = {
+        id(p): buffer.master_dtype for unit in units_of(model) for buffer in unit.buffers for p in buffer.params
+    }
+    exact = set()
+    for name, tensor in logical_state(model).items():
+        first = plan.aliases[name]
+        if id(tensor) in masters and first not in inexact and saved.get(first) == masters[id(tensor)]:
+            exact.add(id(tensor))
+    return frozenset(exact)
+
+
+@dataclass(kw_only=True)
+class StagedWeights:
+    """Weight files under temporary names; `commit` completes them and puts them in place of what was there.
+
+    A run that is killed meanwhile leaves a folder that loads as it was or as it is to be, or, where files of the same
+    names are being replaced, one that has no index and does not load: never parts of two models.
+    """
+
+    plan: SavePlan
+    staged: Staged
+
+    def commit(self) -> None:
+        """A collective."""
+        self.staged.complete()
+        on_all_ranks(self.staged.comm, self._put_in_place)
+
+    def _put_in_place(self) -> None:
+        """Rename the files and write the index; remove what a reader would take for part of the model."""
+        if not self.staged.creates:
+            return
+        folder, plan = self.staged.folder, self.plan
+        index, temporary = folder / plan.index_name, folder / (plan.index_name + ".tmp")
+        if plan.index is not None and any((folder / name).exists() for name in plan.files):
+            index.unlink(missing_ok=True)
+        self.staged.rename()
+        if plan.index is not None:
+            temporary.write_text(plan.index, encoding="utf-8")
+            os.replace(temporary, index)
+        families = {family(name) for name in plan.files}
+        stale = {path for path in folder.iterdir() if family(path.name) in families and path.name not in plan.files}
+        for path in [*stale, *([index, temporary] if plan.index is None else [])]:
+            path.unlink(missing_ok=True)
+
+
+def stage_weights(
+    model: nn.Module,
+    plan: SavePlan,
+    folder: str | os.PathLike,
+    comm: Communicator,
+    is_main: bool,
+    later: Later | None = None,
+) -> StagedWeights:
+    """Write the files of `plan` under temporary names; a collective, with no communication of weights.
+
+    With `later` the weights are copied now, and written when a thread commits.
+
+    Raises ZeroCheckpointError on all ranks, before the first byte, where ranks have different models or the disk is
+    too small, and where a rank cannot write.
+    """
+    for unit in units_of(model):
+        unit.adopt_writes()
+    routes = _routes(plan)
+
+    def parts() -> Iterator[Part]:
+        for name, start, values in owned_parts(model, plan, comm):
+            for at, tensor, first, numel in routes.get(name, ()):
+                low, high = max(start, first), min(start + values.numel(), first + numel)
+                if low < high:
+                    yield plan.home[tensor], tensor, at + low - first, values[low - start : high - start]
+        yield from _computed_parts(model, plan, comm)
+
+    return StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, comm, is_main, later))
+
+
+def _routes(plan: SavePlan) -> dict[str, list[tuple[int, str, int, int]]]:
+    """For every weight: (element of the file's tensor, its name, first element of the weight, count)."""
+    routes: dict[str, list[tuple[int, str, int, int]]] = {}
+    for tensor, origin in plan.origins.items():
+        for run in origin.runs or ():
+            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
+    return routes
+
+
+def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterator[Owned]:
+    """Everything that is this rank's to write; over all ranks, every element once."""
+    names = {id(tensor): name for name, tensor in reversed(logical_state(model).items())}
+    for unit in units_of(model):
+        for buffer in unit.buffers:
+            for index, start, values in own_spans(buffer):
+                name = names.get(id(buffer.params[index]))
+                if name is not None:
+                    yield plan.aliases[name], start, values
+    if comm.rank == 0:  # module buffers: the same everywhere
+        for name, tensor in logical_state(model).items():
+            if not guard.is_prepared(tensor) and plan.aliases[name] == name:
+                yield name, 0, tensor.detach().contiguous().reshape(-1)
+
+
+def own_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
+    """(parameter, first element, values) of this rank's share; what is replicated is shared out by slices too."""
+    low, high = buffer.layout.slice_bounds(buffer.comm.rank)
+    rest = buffer.local_shard() or [(0, buffer.end - buffer.begin, buffer.local_slice)]
+    for start, stop, values in rest:
+        begin, end = max(low, buffer.begin + start), min(high, buffer.begin + stop)
+        offset = begin - buffer.begin - start
+        for span in buffer.layout.spans(begin, end):
+            at = offset + span.offset
+            yield span.index, span.start, values[at : at + span.numel]
+
+
+def _computed_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterator[Part]:
+    """Tensors that a weight converter computes: their weights come to every rank, one group at a time; rank 0 gives.
+
+    A collective, in which the ranks take part by iterating.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    logical = logical_state(model)
+    for tensors, sources in _groups(plan):
+        dtypes = {name: plan.files[plan.home[t]].tensors[t][0] for t in tensors for name in sources}
+        whole = {name: torch.empty(logical[name].shape, dtype=dtypes[name]) for name in sorted(sources)}
+        mine = [("", *part) for part in owned_parts(model, plan, comm) if part[0] in sources]
+        for _, name, start, values in broadcast_parts(mine, functools.partial(_dtype_in, dtypes), comm):
+            whole[name].view(-1)[start : start + values.numel()] = values.cpu()
+        if comm.rank == 0:
+            made = revert_weight_conversion(model, whole)
+            for tensor in sorted(tensors):
+                yield plan.home[tensor], tensor, 0, made[tensor].contiguous().reshape(-1)
+
+
+def _dtype_in(dtypes: dict[str, torch.dtype], _file: str, name: str) -> torch.dtype:
+    return dtypes[name]
+
+
+def _groups(plan: SavePlan) -> list[tuple[set[str], frozenset[str]]]:
+    """Computed tensors, put together where they share weights."""
+    groups: list[tuple[set[str], frozenset[str]]] = []
+    for tensor, origin in plan.computed.items():
+        tensors, sources = {tensor}, origin.names
+        for group in [group for group in groups if group[1] & sources]:
+            groups.remove(group)
+            tensors, sources = tensors | group[0], sources | group[1]
+        groups.append((tensors, sources))
+    return groups
+
+
+def consolidated_state_dict(
+    model: nn.Module, keep: bool, names: Iterable[str] | None = None
+) -> dict[str, Tensor] | None:
+    """The model's state dict with whole tensors on the CPU, on the ranks that `keep` it; None on the others.
+
+    A collective: every rank of the model's engine must call it. Values are in the dtype that the model computes in.
+    Names that share a parameter share a tensor, so that saving recognises tied weights. At most one unit is whole on
+    a device at a time. With `names`, only these tensors are gathered, the others are left out.
+    """
+    logical = model.state_dict(keep_vars=True)  # the parameters themselves: nothing is read yet
+    if names is not None:
+        logical = {name: tensor for name, tensor in logical.items() if name in set(names)}
+    units: dict[Unit, dict[nn.Parameter, list[str]]] = {}
+    result: dict[str, Tensor] = dict.fromkeys(logical)  # in the order of the state dict
+    for name, tensor in logical.items():
+        if guard.is_prepared(tensor):
+            units.setdefault(guard.owner_of(tensor), {}).setdefault(tensor, []).append(name)
+        else:
+            result[name] = tensor.detach().cpu()
+    for unit, params in units.items():
+        with gathered_parameters(params):
+            for param, aliases in params.items() if keep else ():
+                value = param.detach().to("cpu", copy=True)
+                for name in aliases:
+                    result[name] = value
+        del unit
+    return result if keep else None

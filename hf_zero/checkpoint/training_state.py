@@ -1,0 +1,265 @@
+"""Training state on disk: one logical tensor per parameter and optimizer state, whatever the sharding was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint import commit
+from hf_zero.checkpoint.background import Later, perform
+from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.checkpoint.staging import Part, add_up, on_all_ranks, stage
+from hf_zero.checkpoint.state_checks import (
+    FORMAT,
+    MASTER,
+    VERSION,
+    check_optimizers,
+    check_parameters,
+    kinds_in,
+    open_state,
+    options_for,
+)
+from hf_zero.comm.communicator import Communicator
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.master import MasterShard
+from hf_zero.core.optimizer import Binding
+
+
+STATE_NAME = "zero_state.safetensors"
+
+
+def save_state(
+    folder: str | Path,
+    buffers: Iterable[FlatBuffer],
+    bindings: Iterable[Binding],
+    comm: Communicator,
+    name: str = STATE_NAME,
+    is_main: bool | None = None,
+    stored: Container[int] = (),
+    extra: Mapping[str, object] | None = None,
+    later: Later | None = None,
+) -> dict[str, int]:
+    """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
+
+    Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
+    counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does); `stored` has
+    the `id` of parameters whose masters are stored elsewhere; `extra` is kept with the file. Returns the checksums of
+    the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write. With `later` the values are
+    copied only, and the checksums are there when its steps are done.
+    """
+    buffers, bindings = list(buffers), list(bindings)
+    members, optimizers = members_of(buffers, bindings), [binding.optimizer for binding in bindings]
+    buffers = [buffer for buffer in buffers if buffer.trainable]
+    # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
+    kinds = _agreed_kinds(buffers, optimizers, comm)
+    tensors = {}
+    for buffer in buffers:
+        for parameter, param, shape in zip(buffer.names, buffer.params, buffer.layout.shapes, strict=True):
+            for kind, dtype in kinds[parameter].items():
+                if kind != MASTER or id(param) not in stored:
+                    tensors[f"{parameter}.{kind}"] = (dtype, shape)
+    metadata = header(
+        _agreed_options(optimizers, comm),
+        {**(extra or {}), "members": members},
+        [parameter for buffer in buffers for parameter in buffer.names],
+        [type(optimizer).__name__ for optimizer in optimizers],
+    )
+    file = SlicedFile(tensors, metadata)
+
+    def parts() -> Iterator[Part]:
+        for tensor, start, values in _parts(buffers, optimizers, comm):
+            if tensor in tensors:
+                yield name, tensor, start, values
+
+    staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main, later)
+    sums: dict[str, int] = {}
+
+    def finish() -> None:
+        staged.commit()
+        sums.update(staged.sums)
+
+    perform(finish, later)
+    return sums
+
+
+def header(
+    optimizers: list[list[dict]],
+    extra: Mapping[str, object],
+    parameters: Iterable[str],
+    classes: Iterable[str | None] | None = None,
+) -> dict[str, str]:
+    """The metadata of the file: options and scalar states per optimizer and group, and the trained parameters.
+
+    `classes` are the names of the optimizers' classes, where they are known.
+    """
+    return {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "optimizers": json.dumps(optimizers),
+        "classes": json.dumps(list(classes or [None] * len(optimizers))),
+        "extra": json.dumps(dict(extra)),
+        "parameters": json.dumps(list(parameters)),
+    }
+
+
+def members_of(buffers: Iterable[FlatBuffer], bindings: Iterable[Binding]) -> list[list[list[str]]]:
+    """The names of the parameters of every optimizer and group, in the order in which the optimizer was given them."""
+    names = {param: name for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    return [[[names[param] for param in params] for params in binding.groups] for binding in bindings]
+
+
+def load_state(
+    folder: str | Path,
+    buffers: Iterable[FlatBuffer],
+    bindings: Iterable[Binding],
+    comm: Communicator,
+    name: str = STATE_NAME,
+) -> tuple[set[str], dict]:
+    """Read what `save_state` wrote, at any world size and stage; every rank reads its own byte ranges only.
+
+    Returns the names of the parameters whose masters the file leaves out (they stand in the model's own files), and
+    what was given as `extra`. Raises ZeroCheckpointError, on all ranks, where the file is of other parameters, shapes,
+    optimizers or groups, before anything is changed; and where a tensor is not what was saved.
+    """
+    path = Path(folder) / name
+    buffers, bindings = list(buffers), list(bindings)
+    trained, optimizers = [buffer for buffer in buffers if buffer.trainable], [each.optimizer for each in bindings]
+    missing: set[str] = set()
+    sums: dict[str, int] = {}
+    extra: dict[str, object] = {}
+
+    def read() -> None:
+        file = open_state(path)
+        extra.update(json.loads(file.metadata["extra"]))
+        saved = json.loads(file.metadata["optimizers"])
+        missing.update(check_parameters(file, buffers, path))
+        check_optimizers(file, optimizers, members_of(buffers, bindings), path)
+        for optimizer, options in zip(optimizers, saved, strict=True):
+            _restore_options(optimizer, options)
+        kinds = kinds_in(file)
+        for buffer in trained:
+            for optimizer in optimizers:
+                _make_states(kinds, buffer, optimizer)
+        replicated = [buffer for buffer in trained if not buffer.owns_slice]
+        sharded = [buffer for buffer in trained if buffer.owns_slice]
+        counted = trained if comm.rank == 0 else sharded
+        uncounted = [] if comm.rank == 0 else replicated
+        found = commit.checksums(Path(folder))
+        file.read(path, _in_file(file, counted, optimizers), found)
+        sums.update(found or {})
+        file.read(path, _in_file(file, uncounted, optimizers))
+
+    on_all_ranks(comm, read)
+    commit.compare_sums(Path(folder), name, add_up(comm, sums))
+    return missing, extra
+
+
+def _in_file(
+    file: SlicedFile, buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[str, int, Tensor]]:
+    for name, start, values in _parts(buffers, optimizers, None):
+        if name in file.tensors:
+            yield name, start, values
+
+
+def _states(shard: MasterShard, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The flat tensors that belong to a shard, by kind."""
+    flats = {MASTER: shard.values}
+    for optimizer in optimizers:
+        for kind, value in optimizer.state.get(shard.weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == shard.weight.shape and value.dim() == 1:
+                flats[kind] = value
+    return flats
+
+
+def _agreed_kinds(
+    buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator
+) -> dict[str, dict[str, torch.dtype]]:
+    """For every parameter the kinds of tensors it has, and their dtypes; the same on every rank."""
+    mine: dict[str, dict[str, torch.dtype]] = {}
+    for buffer in buffers:
+        for shard in buffer.master_shards:
+            flats = {kind: flat.dtype for kind, flat in _states(shard, optimizers).items()}
+            for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+                mine[buffer.names[span.index]] = flats
+    merged = {name: {} for buffer in buffers for name in buffer.names}  # nobody owns a part of what has no elements
+    for kinds in comm.all_gather_object(mine):
+        merged.update(kinds)
+    return merged
+
+
+def _parts(
+    buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator | None
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks."""
+    for buffer in buffers:
+        if comm is not None and not buffer.owns_slice and comm.rank != 0:
+            continue  # every rank owns everything: one writes
+        for shard in buffer.master_shards:
+            for kind, flat in _states(shard, optimizers).items():
+                for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+                    values = flat[span.offset : span.offset + span.numel]
+                    yield f"{buffer.names[span.index]}.{kind}", span.start, values
+
+
+def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator) -> list[list[dict]]:
+    """`_options` of every optimizer, the same on every rank: one that owns nothing of a group has counted no steps."""
+    first, *others = comm.all_gather_object([_options(optimizer) for optimizer in optimizers])
+    for other in others:
+        for groups, theirs in zip(first, other, strict=True):
+            for group, its in zip(groups, theirs, strict=True):
+                group["scalars"] = {**its["scalars"], **group["scalars"]}
+    return first
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Per group: its options, and the scalar states (step counts) of its tensors."""
+    described = []
+    for group in optimizer.param_groups:
+        options = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        del options["params"]
+        scalars: dict[str, object] = {}
+        for weight in group["params"]:
+            for kind, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    scalars[kind] = {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+                elif not isinstance(value, Tensor):
+                    scalars[kind] = value
+        described.append({"options": options, "scalars": scalars})
+    return described
+
+
+def _restore_options(optimizer: torch.optim.Optimizer, saved: list[dict]) -> None:
+    for group, described in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in options_for(group, described).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+        for weight in group["params"]:
+            for kind, value in described["scalars"].items():
+                if isinstance(value, dict):
+                    value = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+                optimizer.state[weight][kind] = value
+
+
+def _make_states(
+    kinds: Mapping[str, Mapping[str, torch.dtype]], buffer: FlatBuffer, optimizer: torch.optim.Optimizer
+) -> None:
+    """Make room for the state tensors that the file has for this rank's part of the buffer."""
+    adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    for shard in buffer.master_shards:
+        weight = shard.weight
+        if id(weight) not in adopted:
+            continue
+        spans = buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop)
+        # A shard of padding only has the states of its group too: an optimizer expects all of them or none.
+        for index in [span.index for span in spans] or [len(buffer.names) - 1]:
+            for kind, dtype in kinds.get(buffer.names[index], {}).items():
+                state = optimizer.state[weight]
+                if kind not in state:
+                    state[kind] = torch.zeros_like(weight, dtype=dtype, requires_grad=False)

@@ -1,0 +1,1 @@
+"""Communication of one data-parallel group: transports, collectives, counters, the watchdog."""

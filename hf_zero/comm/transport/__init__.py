@@ -1,0 +1,1 @@
+"""How the bytes of one group are moved: one file per way."""

@@ -1,0 +1,168 @@
+"""Builds the parts of an engine from its configuration: units with their buffers, limits, loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.work import Tag
+from hf_zero.config import ZeroConfig
+from hf_zero.core import deferred, guard
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.partition import PERSISTENT, UnitPlan
+from hf_zero.core.placement import STAGES, Placement, Placements
+from hf_zero.core.precision import Precision
+from hf_zero.core.schedule import Limits
+from hf_zero.core.unit import Tally, Unit, UnitListener
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# Message tags of one unit's buffers; they need to differ among what is under way at one time only.
+_TAGS_PER_UNIT = 64
+
+
+WHOLE_MODEL_COMPILED = (
+    "torch.compile of the whole model is not supported, as weights are gathered between layers: compile the layers "
+    "(`for layer in model.model.layers: layer.compile()`, before or after this call)"
+)
+
+
+def check_model(model: nn.Module, device: torch.device | None) -> None:
+    """Raise ValueError for a model that is wrapped, compiled, or without values (unless it is to stay on meta)."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, and hf_zero takes its place: pass the model inside "
+            "(`model.module`)"
+        )
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        raise ValueError(f"{WHOLE_MODEL_COMPILED}; pass the model itself")
+    empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if empty is not None and (device is None or device.type != "meta"):
+        raise ValueError(
+            f"parameter '{empty}' is on the meta device and has no values: make the model under "
+            "`with hf_zero.zero_init():`, which needs no memory for it either, or load its weights first"
+        )
+
+
+def default_device(model: nn.Module, backend: str) -> torch.device:
+    """Where a model is trained that nothing else is said of: where it is, but NCCL moves nothing of the host's."""
+    own = next(model.parameters()).device
+    return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and "nccl" in backend else own
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBuilder:
+    """Makes units from plans, all with the same placements, precision and limits."""
+
+    config: ZeroConfig
+    comm: Communicator
+    placements: Placements
+    device: torch.device
+    precision: Precision
+    trainable: bool
+    scaler: LossScaler | None
+    unsharded: Tally = field(default_factory=Tally)
+
+    def persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
+        """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
+        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
+        if self.placements.parameter is not Placement.SHARDED or not threshold:
+            return None
+        chosen: set[nn.Parameter] = set()
+        room = self.config.stage3_model_persistence_threshold or math.inf
+        for param in model.parameters():
+            if param.numel() < threshold and param.numel() <= room:
+                chosen.add(param)
+                room -= param.numel()
+        return chosen.__contains__
+
+    def build(self, plan: UnitPlan, index: int, listener: UnitListener) -> Unit:
+        """Take the parameters of `plan` over. Raises ValueError where another engine has them."""
+        split: dict[tuple, dict[str, nn.Parameter]] = {}
+        for name, param in plan.params.items():
+            if guard.is_prepared(param):
+                raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
+            key = (param.dtype, self.precision.of(param), param.requires_grad and self.trainable)
+            split.setdefault(key, {})[name] = param
+        buffers, gradients = [], []
+        for (own_dtype, dtype, trainable), params in self._buckets(split):
+            # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
+            keeps_precision = any(param.requires_grad for param in params.values())
+            buffer = FlatBuffer(
+                list(params),
+                list(params.values()),
+                dtype=dtype,
+                trainable=trainable,
+                placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
+                comm=self.comm,
+                device=self.device,
+                rest_dtype=own_dtype if keeps_precision else None,
+                tag=Tag(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
+            )
+            buffers.append(buffer)
+            if trainable:
+                gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type], self.scaler))
+        return Unit(plan.name, index, buffers, gradients, listener, self.unsharded)
+
+    def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:
+        """Cut what would travel in one collective at stages 0 to 2 to the configured bucket size."""
+        sizes = [self.config.elements(name, 4) for name in ("reduce_bucket_size", "allgather_bucket_size")]
+        room = math.inf if self.placements.parameter is Placement.SHARDED else min(sizes)
+        for key, params in split.items():
+            bucket: dict[str, nn.Parameter] = {}
+            for name, param in params.items():
+                if bucket and sum(p.numel() for p in bucket.values()) + param.numel() > room:
+                    yield key, bucket
+                    bucket = {}
+                bucket[name] = param
+            yield key, bucket
+
+
+def make_scaler(config: ZeroConfig) -> LossScaler | None:
+    """The loss scale of fp16; None for other precisions."""
+    if config.mixed_precision != "fp16":
+        return None
+    return LossScaler(
+        scale=config.loss_scale,
+        initial_scale_power=config.initial_scale_power,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        min_scale=config.min_loss_scale,
+        consecutive_hysteresis=config.consecutive_hysteresis,
+    )
+
+
+def make_limits(config: ZeroConfig) -> Limits:
+    """The stage 3 limits, in elements."""
+    itemsize = DTYPES.get(config.mixed_precision, torch.float32).itemsize
+    return Limits(
+        overlap=config.overlap_comm,
+        prefetch=config.elements("stage3_prefetch_bucket_size", itemsize),
+        live=config.stage3_max_live_parameters,
+        reuse=config.stage3_max_reuse_distance,
+    )
+
+
+def agree_on_values(model: nn.Module, comm: Communicator, device: torch.device) -> None:
+    """Have all ranks mean the same values where parameters have none yet: rank 0's, whatever the seeds; a collective.
+
+    A parameter that has its values on some rank gets them on all.
+    """
+    params = list(model.parameters())
+    present = comm.all_gather_object([deferred.source_of(param) is None for param in params])
+    for param, anywhere in zip(params, map(any, zip(*present, strict=True)), strict=True):
+        source = deferred.source_of(param)
+        if source is not None and anywhere:
+            deferred.materialize(param)
+        elif source is not None:
+            for tensor in source.ingredients:
+                tensor.copy_(comm.broadcast(tensor.to(device)))

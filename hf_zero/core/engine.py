@@ -1,0 +1,382 @@
+"""The engine: one model, its units and schedule, and the optimizers that step its masters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.model_folder import MEETING_SECONDS
+from hf_zero.comm.communicator import Communicator
+from hf_zero.config import ZeroConfig
+from hf_zero.core import build, grad_norm, guard
+from hf_zero.core.buffers import BufferSync
+from hf_zero.core.build import DTYPES
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradients import GradientBuffer, release_unused
+from hf_zero.core.hooks import Hook
+from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.optimizer import Binding, adopt, gather_states, named_state, rebuild_masters, take_named_state
+from hf_zero.core.order import HookPoint
+from hf_zero.core.partition import UnitPlan, partition
+from hf_zero.core.placement import STAGES, Placement
+from hf_zero.core.precision import Precision, meet_weight
+from hf_zero.core.prepared import attach, detach
+from hf_zero.core.schedule import Schedule
+from hf_zero.core.step import StepControl
+from hf_zero.core.unit import Unit, raise_on_access, raise_on_grad_read
+from hf_zero.errors import ZeroRuntimeError
+
+
+class ZeroEngine:
+    """Shards `model` in place over the ranks of `group` and drives it.
+
+    Args:
+        model: any module; its parameters stay the same objects and become views of flat storage.
+        config: stage, precision and limits.
+        group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded), or a
+            communicator made for it.
+        device: where flat buffers live (default: where the first parameter is; with NCCL, the current CUDA device
+            for a model on the CPU).
+        trainable: False for a model that is only evaluated: no gradients, no masters.
+        scaler: the loss scale, where several engines share one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        *,
+        group: dist.ProcessGroup | Communicator | None = None,
+        device: torch.device | None = None,
+        trainable: bool = True,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        build.check_model(model, device)
+        self.config = config
+        self.trainable = trainable
+        if not isinstance(group, Communicator):
+            group = Communicator(
+                group,
+                deterministic=config.deterministic_reduce,
+                hang_timeout_s=config.hang_timeout_s,
+                peer_memory=config.peer_memory,
+            )
+        self.comm = group
+        self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
+        self.device = torch.device(device) if device is not None else build.default_device(model, self.comm.backend)
+        self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
+        self.bindings: list[Binding] = []
+        self.scaler = scaler or (build.make_scaler(config) if trainable else None)
+        self.control = StepControl(
+            self.comm,
+            device=self.device,
+            sharded=self.placements.optimizer is Placement.SHARDED,
+            scaler=self.scaler,
+            checks=config.mixed_precision != "no" and (config.check_grad_overflow or self.scaler is not None),
+            max_consecutive_skips=config.max_consecutive_skips,
+        )
+        self._model = weakref.ref(model)
+        self._builder = build.UnitBuilder(
+            config=config,
+            comm=self.comm,
+            placements=self.placements,
+            device=self.device,
+            precision=self.precision,
+            trainable=trainable,
+            scaler=self.scaler,
+        )
+        plans, hooks = partition(model, self._builder.persistence(model))
+        build.agree_on_values(model, self.comm, self.device)
+        self._module_buffers = BufferSync(model, self.comm, self.device)
+        made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
+        self.units = list(made.values())
+        self.masters = [shard.weight for buffer in self.buffers for shard in buffer.master_shards]
+        self.schedule = Schedule(
+            self.units,
+            limits=build.make_limits(config),
+            unsharded=self._builder.unsharded,
+            reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
+        )
+        self.schedule.before_forward = self._before_forward
+        self.schedule.before_backward = self._before_backward
+        self._points = []
+        for hook in hooks:
+            units = [made[plan] for plan in hook.units]
+            point = HookPoint(hook.name, units, hook.reads_weights_in_backward, is_root=hook.module is model)
+            self._points.append((hook.module, point))
+        self._handles = self.schedule.register(self._points)
+        self._watches = {unit: self.schedule.watch(unit) for unit in self.units}
+        for module in self.precision.layers_to_hook(model):
+            self._handles.append(module.register_forward_pre_hook(Hook(meet_weight)))
+        attach(model, self)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the model is an ordinary module without an engine."""
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def before_access(self, unit: Unit, param: nn.Parameter, operation: str) -> None:
+        if unit.sharded and self.config.param_access == "raise":
+            raise_on_access(unit, param, operation)
+
+    def on_open(self, unit: Unit) -> None:
+        self.schedule.open_to_reads(unit)
+
+    def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
+        if gradient.fetching_gathers and self.config.param_access == "raise":
+            raise_on_grad_read(unit, param, operation)
+        release_unused(self._gradients(), gradient)
+        self.control.gradients_changed()  # the reader may change them
+
+    def before_grad_write(self) -> None:
+        self.control.gradients_changed()
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "the model of this engine is gone"
+        return model
+
+    def owns(self, param: nn.Parameter) -> bool:
+        return guard.is_prepared(param) and guard.owner_of(param) in self.units
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [binding.optimizer for binding in self.bindings]
+
+    # -- optimizers and structure -----------------------------------------------------------------------------------
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
+        binding, states = adopt(optimizer, self, self._home(), self._bound())
+        self.bindings.append(binding)
+        self.masters = rebuild_masters(self.bindings, self.buffers, states)
+        optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer))
+
+    def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """A group was added to an attached optimizer."""
+        self.refresh_structure()
+        binding = self._binding_of(optimizer)
+        states = binding.take_new_groups(self._home(), self._bound())
+        self.masters = rebuild_masters(self.bindings, self.buffers, states)
+
+    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
+        return next(binding for binding in self.bindings if binding.optimizer is optimizer)
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+        return {param for params in self._binding_of(optimizer).groups for param in params}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
+        """What `optimizer.state_dict()` answers; a collective."""
+        return named_state(self._binding_of(optimizer), self.buffers, self.bindings)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """What `optimizer.load_state_dict()` does. Raises ValueError where the state does not fit."""
+        states = take_named_state(self._binding_of(optimizer), self.buffers, state_dict)
+        self.masters = rebuild_masters(self.bindings, self.buffers, states)
+
+    def _home(self) -> dict[nn.Parameter, FlatBuffer]:
+        return {param: buffer for buffer in self.buffers for param in buffer.params}
+
+    def _bound(self) -> set[nn.Parameter]:
+        return {param for binding in self.bindings for params in binding.groups for param in params}
+
+    def refresh_structure(self) -> None:
+        """Rebuild units in which frozen parameters are to be trained from now on; between optimizer steps only."""
+        outdated = [unit for unit in self.units if unit.outdated]
+        if outdated and self.trainable and not self.has_gradients:
+            self._rebuild(outdated, {})
+
+    def replace_values(self, unit: Unit, param: nn.Parameter, value: Tensor) -> None:
+        """`param.data = value` with another shape (resized embeddings): its optimizer state starts afresh."""
+        self._rebuild([unit], {param: value})
+
+    def _rebuild(self, units: list[Unit], replaced: dict[nn.Parameter, Tensor]) -> None:
+        self.schedule.reshard_all()
+        whole = {}
+        for unit in units:
+            whole.update(gather_states(unit.buffers, self.bindings))
+        for unit in units:
+            plan = UnitPlan(unit.name, dict(unit.named_parameters()))
+            for handle in self._watches.pop(unit):
+                handle.remove()
+            unit.dissolve()
+            for param, value in replaced.items():
+                whole.pop(param, None)
+                param.data = value
+            new = self._builder.build(plan, unit.index, self)
+            self.units[unit.index] = new
+            self._watches[new] = self.schedule.watch(new)
+            for _, point in self._points:
+                point.units = [new if candidate is unit else candidate for candidate in point.units]
+        self.masters = rebuild_masters(self.bindings, self.buffers, whole)
+        self.schedule.units_changed()
+
+    # -- conversions and copies -------------------------------------------------------------------------------------
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Do to buffers and parameters what `function` does to a tensor (`model.to`); masters stay as they are.
+
+        Raises ValueError where it would move parameters, or give them more precision than their masters have.
+        """
+        dtypes = {}
+        for buffer in self.buffers:
+            sample = function(torch.empty(0, dtype=buffer.dtype, device=self.device))
+            buffer.check_conversion(sample)
+            dtypes[buffer] = sample.dtype
+        for module in self.model.modules():
+            module._buffers.update({k: function(value) for k, value in module._buffers.items() if value is not None})
+            for param in module.parameters(recurse=False):
+                if not guard.is_prepared(param):  # was added since
+                    param.data = function(param.data)
+        if any(buffer.dtype != dtype for buffer, dtype in dtypes.items()):
+            self.before_load()
+            for unit in self.units:
+                unit.cast(dtypes)
+
+    def copy_parameters(self, memo: dict) -> None:
+        """Put ordinary copies of all parameters into the memo of `copy.deepcopy`, a unit at a time; a collective."""
+        missing = {unit: [param for param in unit.params if id(param) not in memo] for unit in self.units}
+        if any(unit.sharded and params for unit, params in missing.items()):
+            self.comm.meet("copying the model", MEETING_SECONDS)
+        for unit, params in missing.items():
+            if params:
+                with unit.readable():
+                    for param in params:
+                        copy.deepcopy(param, memo)
+
+    # -- the training loop ----------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
+        """`loss.backward()` on the scaled loss, leaving the engine ready for the next pass also when it fails."""
+        try:
+            (loss if self.scaler is None else loss * self.scaler.scale).backward(**kwargs)
+        except BaseException as error:
+            self.schedule.abort()
+            guard.raise_if_released(error)
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients of several micro-batches accumulate without (or, at stages 2 and 3, with) reduction."""
+        before, self.schedule.sync = self.schedule.sync, False
+        try:
+            yield
+        finally:
+            self.schedule.sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
+        self._settle_gradients()
+        norm = self.control.measure(self.masters, float(norm_type))
+        grad_norm.clip_(self.masters, norm, float(max_norm))
+        return norm
+
+    def undo(self) -> None:
+        """Make the model an ordinary one again, with whole parameters of its own on every rank."""
+        for handle in [*self._handles, *(handle for handles in self._watches.values() for handle in handles)]:
+            handle.remove()
+        for unit in self.units:
+            unit.dissolve()
+        if self.comm.watchdog is not None:
+            self.comm.watchdog.stop()
+        detach(self.model)
+
+    def zero_grad(self) -> None:
+        for gradient in self._gradients():
+            gradient.forget()
+
+    def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what its masters do not show: sums of micro-batches that were not reduced yet."""
+        held = self._held_by(optimizer)
+        for gradient in self._gradients():
+            gradient.drop_sums(held)
+
+    def _gradients(self) -> list[GradientBuffer]:
+        return [gradient for unit in self.units for gradient in unit.gradients]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether parameters have gradients since the last step; the same on every rank."""
+        return any(gradient.present or gradient.unreduced for gradient in self._gradients())
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out because a gradient was inf or nan."""
+        return self.control.skipped
+
+    def _before_forward(self) -> None:
+        self.refresh_structure()
+        if self.trainable:
+            self._module_buffers.before_forward(reduces=self.schedule.sync)
+
+    def _before_backward(self) -> None:
+        self.comm.prepare_reductions()
+        self.control.gradients_changed()
+
+    def _settle_gradients(self) -> None:
+        """Everything that gradients are made of is in those of the masters."""
+        if self.schedule.has_local_gradients:  # a step right after no_sync()
+            self.schedule.reduce_all()
+        for gradient in self._gradients():
+            gradient.outdate_whole()
+            gradient.check_outdated()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Everything that the optimizer reads is complete, and no stale value outlives the step."""
+        if not self.schedule.sync and self.comm.world_size > 1:
+            raise ZeroRuntimeError(
+                "optimizer.step() inside no_sync(): ranks share one optimizer, so none can step by its own gradients "
+                "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
+            )
+        self._settle_gradients()
+        self.control.before(optimizer, self.masters, self._gradients())
+        self.before_rewrite()
+
+    def before_rewrite(self) -> None:
+        """The masters are about to be changed in place: they are complete, and nothing is made of them before it."""
+        for unit in self.units:
+            if not unit.sharded:
+                unit.unshard()
+            unit.adopt_writes()
+        self.before_load()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The masters have stepped: bring up to date whatever holds casts of them."""
+        self.control.after(optimizer, self._held_by(optimizer), self._gradients())
+        self.after_load()
+
+    def before_load(self) -> None:
+        """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
+        self.schedule.reshard_all()
+        self.comm.fence()
+
+    def after_load(self) -> None:
+        """The masters have changed: casts of them are made anew."""
+        for unit in self.units:
+            if unit.pins and unit.sharded:
+                unit.restore()
+            else:
+                unit.begin_refresh()
+        if self.comm.reads_peers(self.device):
+            # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.
+            for unit in self.units:
+                if not unit.sharded:
+                    unit.unshard()
+            self.comm.fence()
+
+
+def engine_of(model: nn.Module) -> ZeroEngine | None:
+    """The engine of a prepared model, None for any other module."""
+    return model.__dict__.get("_zero_engine")

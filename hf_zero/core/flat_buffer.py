@@ -1,0 +1,272 @@
+"""A set of parameters in one storage, this rank's part of them at rest, and the moves between the two."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.work import UNTAGGED, Tag, Work
+from hf_zero.core import deferred, guard
+from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
+from hf_zero.core.master import MasterShard
+from hf_zero.core.placement import Placement, Placements
+from hf_zero.lazy_init.replay import heap
+
+
+class FlatBuffer:
+    """Parameters of one dtype and one `requires_grad`, lying end to end in the storage of `full`.
+
+    Every parameter is a view of `full`, forever: autograd saves views of the same storage, so unsharding must bring
+    the values back to the place where forward saw them. Released means that the storage has zero bytes; the views
+    keep their shapes.
+
+    At rest a rank keeps `[begin, end)` of the range: in fp32 masters where the parameters are trained
+    (`shards`), in `frozen_shard` where they are frozen and sharded, and nowhere but in `full` where they are frozen and
+    replicated.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        trainable: bool,
+        placements: Placements,
+        comm: Communicator,
+        device: torch.device,
+        rest_dtype: torch.dtype | None = None,
+        tag: Tag = UNTAGGED,
+    ) -> None:
+        self.tag = tag
+        self.names, self.params = list(names), list(params)
+        self.dtype, self.trainable, self.comm = dtype, trainable, comm
+        self.sharded = placements.parameter is Placement.SHARDED
+        self.layout = FlatLayout([p.shape for p in params], comm.world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
+        owns_slice = (placements.optimizer if trainable else placements.parameter) is Placement.SHARDED
+        self.owns_slice = owns_slice
+        self.begin, self.end = self.layout.slice_bounds(comm.rank) if owns_slice else (0, self.layout.padded_numel)
+        self.master_shards: list[MasterShard] = []
+        self.frozen_shard: Tensor | None = None
+        self._versions: list[int] = []
+        self.original_dtype = params[0].dtype
+        self._absorb(device, rest_dtype or dtype)
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def _absorb(self, device: torch.device, rest_dtype: torch.dtype) -> None:
+        """Take over the values of the parameters, as they are on rank 0, and make the parameters views."""
+        sources = [deferred.take(param) for param in self.params]
+        if self.sharded and None not in sources:
+            owned = self._read_slice(sources, device)
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
+        else:
+            values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)
+            for param, source, view in zip(self.params, sources, self.views(values), strict=True):
+                if source is None:
+                    view.copy_(param.detach())
+                else:
+                    source.read(0, view.view(-1))
+            self.comm.broadcast(values)
+            owned = values[self.begin : self.end]
+            self.unsharded = values.to(self.dtype)
+        if self.trainable:
+            self.master_shards = [MasterShard(0, owned.numel(), self.master_dtype, device)]
+            self.master_shards[0].values.copy_(owned)
+        elif self.sharded:
+            self.frozen_shard = owned.to(rest_dtype, copy=True)
+        freed = owned.nbytes
+        del owned
+        self._point_parameters()
+        if self.sharded:
+            self.release()
+            heap.has_freed(freed)
+
+    def _read_slice(self, sources: Sequence[deferred.Source], device: torch.device) -> Tensor:
+        """This rank's slice of parameters whose values are still in files."""
+        owned = torch.zeros(self.end - self.begin, dtype=self.original_dtype, device=device)
+        for span in self.layout.spans(self.begin, self.end):
+            sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
+        return owned
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of `flat`, laid out as the buffer is, one per parameter."""
+        layout = self.layout
+        spans = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
+
+    def _point_parameters(self) -> None:
+        for param, view in zip(self.params, self.views(self.unsharded), strict=True):
+            guard.point_to(param, view)
+        self._note_versions()
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.original_dtype, torch.float32)
+
+    def index_of(self, param: nn.Parameter) -> int | None:
+        return next((index for index, own in enumerate(self.params) if own is param), None)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        index = self.index_of(param)
+        assert index is not None
+        return self.names[index]
+
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    @property
+    def local_slice(self) -> Tensor:
+        """This rank's part of `full`."""
+        return self.unsharded[self.begin : self.end]
+
+    def release(self) -> None:
+        """Give the bytes back and keep the storage object."""
+        self.unsharded.untyped_storage().resize_(0)
+
+    def abandon(self) -> None:
+        """Leave the present storage to whoever holds views of it, and go on with a new, released one.
+
+        After a read from outside a module the user may hold aliases (`weight.detach()`, a state dict) that must stay
+        valid: freeing their bytes would crash the process at the next read.
+        """
+        with torch.inference_mode(False):  # an inference tensor could not be trained afterwards
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.unsharded.device)
+            self._point_parameters()
+        self.release()
+
+    def allocate(self) -> None:
+        self.unsharded.untyped_storage().resize_(self.unsharded.numel() * self.unsharded.itemsize)
+
+    def check_conversion(self, sample: Tensor) -> None:
+        """Raises ValueError where parameters cannot become what a tensor of them has become."""
+        if (
+            sample.device != self.unsharded.device
+            or torch.promote_types(sample.dtype, self.master_dtype) != self.master_dtype
+        ):
+            raise ValueError(
+                f"cannot make a prepared parameter of {self.dtype} on {self.unsharded.device} one of {sample.dtype} on "
+                f"{sample.device}: hf_zero owns its storage, and its master is one of {self.master_dtype}. Convert or "
+                "move the model before it is prepared"
+            )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Have the values in `dtype` from here on, made from what is kept at rest; a collective."""
+        self.dtype = dtype
+        if self.local_shard():
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
+            if not self.sharded:
+                self.gather().wait()
+                self.comm.fence(self.tag)
+        else:
+            self.unsharded = self.unsharded.to(dtype)
+        self._point_parameters()
+        if self.sharded:
+            self.release()
+
+    def detach_parameters(self) -> None:
+        """Give each parameter a tensor of its own, in the dtype it came with; a collective."""
+        if self.local_shard() and self.original_dtype != self.dtype:
+            self.dtype = self.original_dtype
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.unsharded.device)
+            self.gather().wait()
+        for param, view in zip(self.params, self.views(self.unsharded), strict=True):
+            guard.point_to(param, view.clone())
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def local_shard(self) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, values) of what this rank keeps at rest, positions counted from `begin`."""
+        if self.frozen_shard is not None:
+            return [(0, self.end - self.begin, self.frozen_shard)]
+        return [(shard.start, shard.stop, shard.values) for shard in self.master_shards]
+
+    def gather(self) -> Work:
+        """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
+        if not self.layout.padded_numel:  # nothing but parameters of no elements
+            return Work()
+        rest = self.local_shard()
+        with torch.no_grad():
+            own = self.local_slice
+            if len(rest) == 1:  # all of it
+                own.copy_(rest[0][2])
+            else:
+                torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
+        if self.owns_slice:
+            # A replicated buffer keeps what it has sent: whoever changes it settles first.
+            kept = [values for _, _, values in rest] if self.sharded else [own]
+            return self.comm.all_gather(self.unsharded, self.tag, kept)
+        return Work()
+
+    def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, one per parameter, of what every rank holds in shards (None: zeros); a collective."""
+        flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
+        self.gather_into(flat, values)
+        return self.views(flat)
+
+    def gather_into(self, flat: Tensor, values: Sequence[Tensor | None]) -> None:
+        """The same into `flat`, which is zero; a collective."""
+        own = flat[self.begin : self.end]
+        for shard, value in zip(self.master_shards, values, strict=True):
+            if value is not None:
+                own[shard.start : shard.stop] = value
+        if self.owns_slice:
+            self.comm.all_gather(flat, self.tag).wait()
+
+    def write_grads(self, values: Mapping[int, Tensor]) -> None:
+        """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
+        for shard in self.master_shards:
+            begin = self.begin + shard.start
+            for span in self.layout.spans(begin, self.begin + shard.stop):
+                if span.index in values:
+                    shard.set_grad(span.offset, values[span.index][span.start : span.start + span.numel])
+
+    @property
+    def reduces_parts(self) -> bool:
+        """Whether `reduce` takes gradients from where they are (else one flat tensor)."""
+        return (self.owns_slice or self.comm.world_size == 1) and self.comm.takes_parts(self.unsharded.device)
+
+    def reduce(self, parts: Sequence[Tensor], scale: float) -> Work:
+        """Add `scale` times the mean over ranks to the gradients of the masters, once it is waited for.
+
+        `parts` are unreduced gradients, flat and end to end as the parameters are in `full`.
+        """
+        if not self.layout.padded_numel:
+            return Work()
+        move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
+        return move(parts, functools.partial(self._accumulate, scale / self.comm.world_size), self.tag)
+
+    def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
+        """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
+        stop = start + values.numel()
+        for shard in self.master_shards:
+            low, high = max(start, shard.start), min(stop, shard.stop)
+            if low < high:
+                shard.add_grad(low, values[low - start : high - start], scale)
+
+    # -- writes from outside --------------------------------------------------------------------------------------
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param in self.params]
+
+    def written_in_place(self) -> bool:
+        """Whether an in-place operation has touched a parameter since the last look (`.data` is noticed elsewhere)."""
+        versions = [param._version for param in self.params]
+        changed = versions != self._versions
+        self._versions = versions
+        return changed
+
+    def adopt_writes(self) -> None:
+        """Carry values that the user wrote into `full` over to what this rank keeps at rest.
+
+        Only elements that differ from the cast of the master change, so reading costs a master no precision.
+        """
+        own = self.local_slice
+        self.comm.fence(self.tag)
+        with torch.no_grad():
+            for start, stop, values in self.local_shard():
+                seen = own[start:stop]
+                values.copy_(torch.where(seen != values.to(seen.dtype), seen.to(values.dtype), values))

@@ -1,0 +1,306 @@
+"""Gradients of one flat buffer: unreduced sums as they arrive, and their reduction into the masters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm.work import Work
+from hf_zero.core import guard
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.master import MasterShard
+from hf_zero.core.whole_gradients import WholeGradients
+from hf_zero.errors import ZeroAccessError, ZeroRuntimeError
+
+
+class GradientBuffer:
+    """Collects the gradients of a trainable buffer's parameters and reduces them over ranks.
+
+    Where a reduction reads from many places (`FlatBuffer.reduces_parts`), gradients stay where autograd has left them.
+    Elsewhere they are copied into one flat tensor (laid out as the parameters, in `reduce_dtype`) as they arrive, so
+    that each parameter's own gradient lives only for a moment. Sums outlive a backward pass where micro-batches
+    accumulate locally.
+    """
+
+    def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype, scaler: LossScaler | None = None) -> None:
+        self.buffer, self.scaler = buffer, scaler
+        # An fp64 model keeps its precision; everything else is reduced as configured.
+        self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
+        self._in_place = buffer.reduces_parts
+        self._flat: Tensor | None = None
+        self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
+        self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
+        self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
+        # Parameters of which backward passes may have left unreduced sums, here or elsewhere: the same on every rank.
+        self.unreduced: frozenset[int] = frozenset()
+        self._all = frozenset(range(len(buffer.params)))
+        self.numel = buffer.layout.padded_numel  # that a reduction moves
+        self.used: set[int] = set()  # parameters whose gradient came since the last optimizer step
+        self.present: set[int] = set()  # parameters with a gradient in the masters; the same on every rank
+        self._whole: WholeGradients | None = None  # see [Note: whole gradients]
+        self._outdated: list[WholeGradients] = []
+        self._pending: Work | None = None
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that hold what is collected."""
+        return list(self._sums.values()) if self._flat is None else [self._flat]
+
+    @property
+    def fetched(self) -> list[Tensor]:
+        """The tensors that hold what was fetched for readers."""
+        return [self._whole.flat] if self._whole is not None and self._whole.fetched else []
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Take the gradient of parameter `index` over; a second one in the same window is added.
+
+        Raises ZeroRuntimeError where it comes after its reduction, which the other ranks may not repeat.
+        """
+        if not self.unreduced:
+            raise ZeroRuntimeError(
+                f"a gradient of '{self.buffer.names[index]}' came after all calls of its module were over: a "
+                "checkpointed function reads the parameter outside of its module. Use checkpointing with "
+                "use_reentrant=False"
+            )
+        if self._whole is not None:  # a hook has read it in this backward pass
+            self.outdate_whole()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._arrived.add(index)
+        self.used.add(index)
+        if index in self._sums:
+            self._sums[index].add_(grad.reshape(-1))
+        else:
+            self._sums[index] = self._take(index, grad)
+
+    def _take(self, index: int, grad: Tensor) -> Tensor:
+        """The first gradient of a parameter as a sum: itself, or a copy where it is to lie."""
+        layout = self.buffer.layout
+        if self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
+            own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
+            return (grad if own else self._copy(grad)).view(-1)
+        if self._flat is None:
+            make = torch.zeros if layout.has_padding else torch.empty
+            self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
+            self._rooms = self._flat.split_with_sizes(layout.extents)
+        return self._room(index).copy_(grad.reshape(-1))
+
+    def _copy(self, grad: Tensor) -> Tensor:
+        return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
+
+    def _room(self, index: int) -> Tensor:
+        room, numel = self._rooms[index], self.buffer.layout.numels[index]
+        return room if room.numel() == numel else room[:numel]
+
+    def begin_reduce(self) -> None:
+        """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
+        self.finish_reduce()
+        self.outdate_whole()
+        self.present |= self._all
+        self._pending = self.buffer.reduce(self._parts(), self._unscale)
+        self.drop()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether this rank's backward pass still has to compute a gradient of one of the parameters."""
+        if len(self._arrived) == len(self._all):
+            return False
+        return any(guard.gets_gradient(self.buffer.params[index]) for index in self._all - self._arrived)
+
+    def _parts(self) -> list[Tensor]:
+        """Everything collected, end to end as the parameters are laid out, with zeros for what is missing."""
+        layout = self.buffer.layout
+        if self._flat is not None:
+            for index in set(range(len(layout.shapes))) - self._sums.keys():
+                self._room(index).zero_()
+            return [self._flat]
+        parts, at = [], 0
+        found = [(layout.offsets[index], self._sums[index]) for index in sorted(self._sums)]
+        for offset, values in [*found, (layout.padded_numel, None)]:
+            if offset > at:
+                parts.append(torch.zeros(offset - at, dtype=self.reduce_dtype, device=self.buffer.unsharded.device))
+            if values is not None and values.numel():
+                parts.append(values)
+                at = offset + values.numel()
+        return parts
+
+    @property
+    def reduces_beside(self) -> bool:
+        """Whether a reduction is under way that goes on by itself."""
+        return self._pending is not None and self._pending.beside
+
+    def finish_reduce(self) -> None:
+        """Wait for a reduction under way, whose result is added to the gradients of the masters."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    # -- whole gradients, for people (see [Note: whole gradients]) -------------------------------------------------
+
+    @property
+    def _unscale(self) -> float:
+        return 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+
+    def _unscaled(self, index: int) -> Tensor:
+        return self._sums[index].to(self.buffer.master_dtype) * self._unscale
+
+    def read(self, index: int, fetch: Callable[[WholeGradients, str], None]) -> Tensor | None:
+        """The gradient of a parameter: this rank's sum, or the mean over ranks once it is reduced; None without one.
+
+        `fetch(whole, operation)` is to call `fetch_whole`.
+        """
+        if index not in (self._sums if self.unreduced else self.present):
+            return None
+        if self._whole is None or index in self._whole.replaced:
+            self.outdate_whole()
+            self._whole = WholeGradients(self.buffer)
+        return self._whole.hand_out(index, functools.partial(fetch, self._whole))
+
+    @property
+    def fetching_gathers(self) -> bool:
+        """Whether `fetch_whole` is a collective."""
+        return self.buffer.owns_slice and not self.unreduced
+
+    def fetch_whole(self, whole: WholeGradients) -> None:
+        """Give whole gradients their values. Raises ZeroAccessError where they are gone."""
+        if whole is not self._whole:
+            raise ZeroAccessError(
+                "a gradient was replaced or dropped (zero_grad) before it was first used: read `.grad` again"
+            )
+        whole.allocate()
+        whole.local = bool(self.unreduced)
+        if not whole.local:
+            self.buffer.gather_into(whole.flat, [shard.weight.grad for shard in self.buffer.master_shards])
+            return
+        for index in self._sums:
+            whole.values_of(index).copy_(self._unscaled(index))
+
+    def _write_back(self, whole: WholeGradients) -> None:
+        """Make what readers have left in whole gradients the gradients; only what differs changes a local sum."""
+        valid = (self._sums.keys() if whole.local else self.present) - whole.replaced
+        if not whole.local:
+            self.buffer.write_grads({index: whole.values_of(index) for index in valid})
+            return
+        for index in valid:
+            values, sums = whole.values_of(index), self._sums[index]
+            sums.copy_(torch.where(values == self._unscaled(index), sums, values / self._unscale))
+
+    @property
+    def whole_in_use(self) -> bool:
+        """Whether a reader on this rank still has some of what was fetched."""
+        return self._whole is not None and self._whole.in_use
+
+    def outdate_whole(self) -> None:
+        """Take back what readers have changed; the gradients are about to be used or to change."""
+        if self._whole is not None and self._whole.fetched:
+            self._write_back(self._whole)
+            self._whole.outdate()
+            self._outdated.append(self._whole)
+            self._whole = None
+        self._outdated = [whole for whole in self._outdated if whole.in_use]
+
+    def check_outdated(self) -> None:
+        """Raises ZeroAccessError where a reader has written to gradients that had been replaced by others."""
+        if any(whole.changed_since for whole in self._outdated):
+            self._outdated.clear()
+            raise ZeroAccessError(
+                f"a gradient of unit '{self.buffer.tag.name}' was read, then a backward pass, clipping or a step "
+                "used the gradients, and then the tensor that was read before was changed, which has no effect: read "
+                "`.grad` again before changing it"
+            )
+
+    def put(self, index: int, value: Tensor | None) -> None:
+        """Replace the gradient of one parameter; every rank gives the same value."""
+        flat = None if value is None else value.detach().reshape(-1)
+        if self._whole is not None and self._whole.fetched:
+            self._whole.replaced.add(index)  # who has read the old one keeps it
+        else:
+            self._whole = None
+        self._sums.pop(index, None)
+        if index in self.present:
+            self.buffer.write_grads({index: self._zeros(index)})
+        if flat is None:
+            self.present.discard(index)
+            self.used.discard(index)
+            return
+        self.used.add(index)
+        if self.unreduced:
+            self.unreduced |= {index}
+            self._sums[index] = self._take(index, flat / self._unscale)
+        else:
+            self.buffer.write_grads({index: flat})
+            self.present.add(index)
+
+    def _zeros(self, index: int) -> Tensor:
+        return torch.zeros(self.buffer.layout.numels[index], device=self.buffer.unsharded.device)
+
+    def unused_spans(self) -> Iterator[tuple[MasterShard, int, int]]:
+        """The parameters that got no gradient on this rank, as (shard, start, stop in it)."""
+        if len(self.used) == len(self.buffer.params):
+            return
+        for shard in self.buffer.master_shards:
+            begin = self.buffer.begin + shard.start
+            for span in self.buffer.layout.spans(begin, self.buffer.begin + shard.stop):
+                if span.index not in self.used:
+                    yield shard, span.offset, span.offset + span.numel
+
+    def mark_stepped(self, held: Set[nn.Parameter]) -> None:
+        """An optimizer has stepped the parameters `held`: whether they get a gradient is noted afresh."""
+        self.used = {index for index in self.used if self.buffer.params[index] not in held}
+
+    def begin_backward(self) -> None:
+        self.outdate_whole()
+        self._arrived.clear()
+        self.expect()
+
+    def expect(self) -> None:
+        """Gradients may come, on this rank or another."""
+        self.unreduced = self._all
+
+    def drop(self) -> None:
+        """Forget what was collected and not reduced."""
+        self._flat, self._rooms = None, ()
+        self._sums.clear()
+        self.unreduced = frozenset()
+
+    def drop_sums(self, held: Set[nn.Parameter]) -> None:
+        """Forget what was collected for the parameters `held`, whose gradients in the masters have been dropped."""
+        dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
+        for index in dropped:
+            self._sums.pop(index, None)
+        self.used -= dropped
+        self.present -= dropped
+        self.unreduced -= dropped
+        if self.unreduced or self.present:
+            self.outdate_whole()
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Leave the parameters as if they had got no gradient since the last step."""
+        self.drop()
+        self.used.clear()
+        self.present.clear()
+        self._outdated.clear()
+        self._whole = None
+        for shard in self.buffer.master_shards:
+            shard.weight.grad = None
+
+
+def release_unused(gradients: Iterable[GradientBuffer], reading: GradientBuffer) -> None:
+    """Free whole gradients, other than those of `reading`, that no reader has any more.
+
+    Where fetching them again is a collective they are freed on all ranks or on none, which takes a small one.
+    """
+    gathers = reading.fetching_gathers
+    others = [g for g in gradients if g is not reading and g.fetched and g.fetching_gathers == gathers]
+    in_use = torch.tensor([float(other.whole_in_use) for other in others], device=reading.buffer.unsharded.device)
+    if gathers and others:
+        reading.buffer.comm.all_reduce_scalars(in_use, largest=True)
+    for other, used in zip(others, in_use.tolist(), strict=True):
+        if not used:
+            other.outdate_whole()

@@ -1,0 +1,276 @@
+"""Puts flat masters in the place of an optimizer's parameters; the optimizer object stays the user's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.core.elementwise import check_elementwise, has_two_modes
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.layout import Span
+from hf_zero.core.master import MasterShard
+
+
+# Whole tensors by parameter and kind ("weight", "exp_avg", ...), for parameters whose masters are not in a shard yet.
+WholeStates = dict[nn.Parameter, dict[str, object]]
+_WEIGHT = "weight"
+
+
+class ZeroOptimizerMixin:
+    """Added to the class of an adopted optimizer: it steps masters, and the engine holds gradients it does not see."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._zero_owner.drop_gradients_of(self)
+
+    def state_dict(self) -> dict:
+        """As torch's, with whole tensors on the CPU, keyed by parameter name; a collective, the same on every rank."""
+        return self._zero_owner.optimizer_state(self)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take what `state_dict` gave, at any world size and stage. Raises ValueError where it does not fit."""
+        self._zero_owner.load_optimizer_state(self, state_dict)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        if "_zero_owner" in self.__dict__:  # not while the optimizer builds itself
+            self._zero_owner.adopt_group(self)
+
+
+class TwoModesMixin(ZeroOptimizerMixin):
+    """For optimizers that rewrite the weights between training and evaluation: the model follows their masters."""
+
+    def train(self) -> None:
+        self._zero_switch("train", super().train)
+
+    def eval(self) -> None:
+        self._zero_switch("eval", super().eval)
+
+    def _zero_switch(self, mode: str, switch: Callable[[], None]) -> None:
+        if "_zero_owner" not in self.__dict__:  # a twin, which no engine knows
+            switch()
+        # Trainer asks for train mode before every micro-batch. Loading a state may change the mode that groups note.
+        elif self.__dict__.get("_zero_mode") != (mode, self._zero_noted()):
+            self._zero_owner.before_rewrite()
+            switch()
+            self._zero_owner.after_load()
+            self._zero_mode = (mode, self._zero_noted())
+
+    def _zero_noted(self) -> list[list[tuple[str, bool]]]:
+        return [[(key, v) for key, v in group.items() if isinstance(v, bool)] for group in self.param_groups]
+
+
+@dataclass(eq=False)
+class Binding:
+    """An adopted optimizer and the model's parameters that each of its groups stands for."""
+
+    optimizer: torch.optim.Optimizer
+    groups: list[list[nn.Parameter]] = field(default_factory=list)
+
+    def take_new_groups(self, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]) -> WholeStates:
+        """Note the parameters of groups that still hold the model's own, and return the state they had.
+
+        Raises ValueError for a tensor that is not the model's, or that another optimizer or group holds.
+        """
+        optimizer = self.optimizer
+        for i, group in enumerate(optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
+            for j, param in enumerate(group["params"]):
+                if param not in home:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} group {i} holds a tensor (number {j}, shape "
+                        f"{tuple(param.shape)}) that is not a parameter of the prepared model. Create the optimizer "
+                        "from model.parameters() of the model that you prepare, after any change to its modules "
+                        "(LoRA, resized embeddings)"
+                    )
+                if param in bound:
+                    raise ValueError(f"parameter '{home[param].name_of(param)}' is in two optimizers or groups")
+            self.groups.append(list(group["params"]))
+        taken = [param for params in self.groups for param in params if param in optimizer.state]
+        return {param: dict(optimizer.state.pop(param)) for param in taken}
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer, owner: object, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]
+) -> tuple[Binding, WholeStates]:
+    """Make `optimizer` one that steps masters; `rebuild_masters` gives them to it. Raises ValueError where it cannot be one."""
+    check_elementwise(optimizer)
+    binding = Binding(optimizer)
+    states = binding.take_new_groups(home, bound)
+    base = type(optimizer)
+    mixin = TwoModesMixin if has_two_modes(base) else ZeroOptimizerMixin
+    optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    optimizer._zero_owner = owner
+    return binding, states
+
+
+def named_state(binding: Binding, buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> dict:
+    """The state of one optimizer by parameter name; a collective."""
+    buffers = list(buffers)
+    names = {param: name for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    bound = {param for params in binding.groups for param in params}
+    state = {}
+    for param, values in gather_states(buffers, bindings).items():
+        values.pop(_WEIGHT)
+        if param in bound and values:
+            state[names[param]] = {kind: v.cpu() if isinstance(v, Tensor) else v for kind, v in values.items()}
+    groups = []
+    for params, group in zip(binding.groups, binding.optimizer.param_groups, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[param] for param in params]})
+    return {"state": state, "param_groups": groups}
+
+
+def take_named_state(binding: Binding, buffers: Iterable[FlatBuffer], state_dict: dict) -> WholeStates:
+    """Take over the group options of a `named_state`, and return its tensors by parameter, for `rebuild_masters`.
+
+    Raises ValueError for other groups or parameters than the optimizer's.
+    """
+    params_of = {name: param for buffer in buffers for name, param in zip(buffer.names, buffer.params, strict=True)}
+    names_of = {param: name for name, param in params_of.items()}
+    optimizer, saved = binding.optimizer, state_dict["param_groups"]
+    ours = [[names_of[param] for param in params] for params in binding.groups]
+    if [list(group["params"]) for group in saved] != ours:
+        raise ValueError(
+            f"this state of {type(optimizer).__name__} is of other groups or parameters: it names "
+            f"{[len(group['params']) for group in saved]} parameters per group, the optimizer has "
+            f"{[len(names) for names in ours]}. States of hf_zero are keyed by parameter name"
+        )
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    optimizer.state.clear()
+    return {params_of[name]: dict(values) for name, values in state_dict["state"].items()}
+
+
+def rebuild_masters(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[Tensor]:
+    """Lay the masters out anew: in every buffer, one flat tensor for each run of parameters of one optimizer group.
+
+    Weights and state come from the present shards, or from `whole` where it names the parameter. Trainable parameters
+    that no optimizer holds have masters that nothing steps. Returns all masters.
+    """
+    labels = {
+        param: (b, g)
+        for b, binding in enumerate(bindings)
+        for g, params in enumerate(binding.groups)
+        for param in params
+    }
+    old_states = {weight: state for binding in bindings for weight, state in binding.optimizer.state.items()}
+    states: dict[Tensor, dict[str, object]] = {}
+    scalars = _scalar_kinds(whole)
+    members: dict[tuple[int, int] | None, list[MasterShard]] = defaultdict(list)
+    for buffer in (buffer for buffer in buffers if buffer.trainable):
+        own = [labels.get(param) for param in buffer.params]
+        shards = []
+        for label, start, stop in buffer.layout.runs(buffer.begin, buffer.end, own):
+            shard = MasterShard(start, stop, buffer.master_dtype, buffer.unsharded.device)
+            state: dict[str, object] = {}
+            _fill_from_shards(buffer, shard, state, old_states)
+            _fill_from_whole(buffer, shard, state, whole, scalars)
+            states[shard.weight] = state
+            shards.append(shard)
+            members[label].append(shard)
+        buffer.master_shards = shards
+        for label in set(own) - members.keys():  # a rank that owns nothing of a group has an empty tensor for it
+            members[label].append(MasterShard(0, 0, buffer.master_dtype, buffer.unsharded.device))
+    for b, binding in enumerate(bindings):
+        binding.optimizer.state = defaultdict(dict)
+        for g, group in enumerate(binding.optimizer.param_groups[: len(binding.groups)]):
+            group["params"] = [shard.weight for shard in members[b, g]]
+            binding.optimizer.state.update({w: states[w] for w in group["params"] if states.get(w)})
+    return [shard.weight for shards in members.values() for shard in shards]
+
+
+def _scalar_kinds(whole: WholeStates) -> set[str]:
+    """The kinds of state that are one value per parameter: other shapes than the parameter's, at least once."""
+    return {"step"} | {
+        kind
+        for param, state in whole.items()
+        for kind, value in state.items()
+        if not isinstance(value, Tensor) or value.shape != param.shape
+    }
+
+
+def _fill_from_shards(buffer: FlatBuffer, shard: MasterShard, state: dict, old_states: dict) -> None:
+    for old in buffer.master_shards:
+        low, high = max(shard.start, old.start), min(shard.stop, old.stop)
+        if low >= high:
+            continue
+        target = slice(low - shard.start, high - shard.start)
+        source = slice(low - old.start, high - old.start)
+        shard.values[target] = old.values[source]
+        if old.weight.grad is not None:
+            shard.set_grad(target.start, old.weight.grad[source])
+        for kind, value in old_states.get(old.weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == old.weight.shape and value.dim() == 1:
+                _flat(shard, state, kind, value.dtype)[target] = value[source]
+            else:
+                state[kind] = _copy(value)
+
+
+def _fill_from_whole(
+    buffer: FlatBuffer, shard: MasterShard, state: dict, whole: WholeStates, scalars: set[str]
+) -> None:
+    begin = buffer.begin + shard.start
+    spans = list(buffer.layout.spans(begin, buffer.begin + shard.stop))
+    if not spans:  # padding only, which belongs to the last parameter's group
+        spans = [Span(index=len(buffer.params) - 1, start=0, offset=0, numel=0)]
+    for span in spans:
+        target = slice(span.offset, span.offset + span.numel)
+        for kind, value in whole.get(buffer.params[span.index], {}).items():
+            if kind in scalars:
+                state[kind] = _copy(value)
+                continue
+            part = value.detach().reshape(-1)[span.start : span.start + span.numel]
+            if kind == _WEIGHT:
+                shard.values[target] = part
+            else:
+                _flat(shard, state, kind, value.dtype)[target] = part
+
+
+def _copy(value: object) -> object:
+    """A step count of its own for every shard: optimizers count in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _flat(shard: MasterShard, state: dict, kind: str, dtype: torch.dtype) -> Tensor:
+    if kind not in state:
+        state[kind] = torch.zeros_like(shard.weight, dtype=dtype, requires_grad=False)
+    return state[kind]
+
+
+def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> WholeStates:
+    """The whole master and state tensors of trainable buffers, on every rank; a collective."""
+    old_states = {weight: state for binding in bindings for weight, state in binding.optimizer.state.items()}
+    whole: WholeStates = {}
+    for buffer in buffers:
+        if not buffer.trainable:
+            continue
+        mine: dict[str, object] = {_WEIGHT: buffer.master_dtype}
+        for shard in buffer.master_shards:
+            weight = shard.weight
+            for kind, value in old_states.get(weight, {}).items():
+                is_flat = isinstance(value, Tensor) and value.shape == weight.shape and value.dim() == 1
+                mine[kind] = value.dtype if is_flat else value
+        kinds: dict[str, object] = {}
+        for theirs in buffer.comm.all_gather_object(mine):  # a rank may own padding only
+            kinds.update(theirs)
+        for param in buffer.params:
+            whole[param] = {}
+        for kind, dtype in sorted(kinds.items()):
+            if isinstance(dtype, torch.dtype):
+                values = [_shard_of(shard, kind, old_states) for shard in buffer.master_shards]
+                for param, value in zip(buffer.params, buffer.gather_flat(values, dtype), strict=True):
+                    whole[param][kind] = value
+            else:
+                for param in buffer.params:
+                    whole[param][kind] = dtype
+    return whole
+
+
+def _shard_of(shard: MasterShard, kind: str, states: dict) -> Tensor | None:
+    if kind == _WEIGHT:
+        return shard.weight
+    return states.get(shard.weight, {}).get(kind)

@@ -1,0 +1,81 @@
+"""The reductions of a backward pass: in one order on all ranks, at moments that all ranks share, few at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.unit import Unit
+
+
+class Reductions:
+    """Reduces units last one first, which is about the order in which backward comes to them.
+
+    Args:
+        overlap: reductions go on under what follows, up to about two layers' worth of elements at a time.
+    """
+
+    def __init__(self, units: Iterable[Unit], *, overlap: bool) -> None:
+        self._queue = [(unit, gradient) for unit in reversed(list(units)) for gradient in unit.gradients]
+        self._next = 0  # how many of `_queue` were begun in this backward pass
+        self._under_way: deque[GradientBuffer] = deque()
+        self._numel = 0  # of what is under way
+        sizes = [sum(gradient.numel for gradient in unit.gradients) for unit in units if unit.gradients]
+        self._room = 2 * statistics.median_high(sizes) if sizes and overlap else 0
+
+    def begin(self, has_left: Callable[[Unit], bool]) -> None:
+        """Begin what backward has left behind, as far as the order allows.
+
+        A gradient that is still to come (its parameter was also read before its module was called) is waited for.
+        """
+        while self._next < len(self._queue):
+            unit, gradient = self._queue[self._next]
+            if not has_left(unit) or gradient.is_awaited:
+                return
+            self._next += 1
+            self._begin(gradient)
+
+    def _begin(self, gradient: GradientBuffer) -> None:
+        gradient.begin_reduce()
+        self._under_way.append(gradient)
+        self._numel += gradient.numel
+        # The newest goes on, of whatever size. What does not go on by itself is finished at once: that frees what it
+        # holds.
+        room = self._room if gradient.reduces_beside else 0
+        while self._numel > room and len(self._under_way) > (1 if room else 0):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        gradient = self._under_way.popleft()
+        self._numel -= gradient.numel
+        gradient.finish_reduce()
+
+    def begin_backward(self) -> None:
+        self._next = 0
+        for _, gradient in self._queue:
+            gradient.begin_backward()
+
+    def come_to(self, units: Iterable[Unit]) -> None:
+        """Backward goes through modules of these units: what was reduced before is reduced again at the end."""
+        for unit in units:
+            for gradient in unit.gradients:
+                gradient.expect()
+
+    @property
+    def missing(self) -> bool:
+        """Whether anything is not reduced yet; the same on every rank."""
+        return any(gradient.unreduced for _, gradient in self._queue)
+
+    def finish(self) -> None:
+        """Reduce everything that is not reduced yet, and wait for it."""
+        for _, gradient in self._queue:
+            if gradient.unreduced:
+                self._begin(gradient)
+        self.wait()
+
+    def wait(self) -> None:
+        """Let what is under way come to its end."""
+        while self._under_way:
+            self._finish_oldest()

@@ -1,0 +1,128 @@
+"""Around an optimizer step: the gradient norm, skipping on overflow, parameters without a gradient."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Set
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm.communicator import Communicator
+from hf_zero.core import grad_norm
+from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.master import SkippedParams
+from hf_zero.errors import ZeroRuntimeError
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepControl:
+    """Decides, the same on every rank, whether a step is applied.
+
+    All optimizers of an engine share a window: what the first of them to step after a backward pass has found holds
+    for the others too.
+
+    Attributes:
+        skipped: whether the last step was left out because a gradient was inf or nan.
+        first_bad: the first parameter with such a gradient then (fully qualified name).
+        norm: the gradient norm before clipping of the window under way, once it was computed.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        device: torch.device,
+        sharded: bool,
+        scaler: LossScaler | None,
+        checks: bool,
+        max_consecutive_skips: int,
+    ) -> None:
+        self.comm, self.device, self.sharded, self.scaler = comm, device, sharded, scaler
+        self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
+        self.skipped = False
+        self.first_bad: str | None = None
+        self.norm: Tensor | None = None
+        self._decided = False  # for the gradients as they are
+        self._steps = 0  # decisions so far
+        self._consecutive_skips = 0
+        self._skipped_params = SkippedParams()
+
+    def gradients_changed(self) -> None:
+        """What was measured and decided no longer holds."""
+        self.norm = None
+        self._decided = False
+
+    def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm over all ranks' gradients; a collective."""
+        norm = grad_norm.global_norm(masters, self.comm, self.sharded, norm_type, device=self.device)
+        self.norm = norm
+        return norm
+
+    def before(self, optimizer: torch.optim.Optimizer, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
+        """Leave `optimizer` nothing to step where the step must be skipped, and put untouched parameters aside."""
+        if not self._decided:
+            self._decide(masters, gradients)
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for gradient in gradients:
+            for shard, start, stop in gradient.unused_spans():
+                if id(shard.weight) in stepped:
+                    self._skipped_params.save(shard, optimizer.state.get(shard.weight, {}), start, stop)
+
+    def _decide(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
+        self._decided = True
+        self._steps += 1
+        if self.checks:
+            norm = self.measure(masters) if self.norm is None else self.norm
+            self.skipped = not math.isfinite(norm.item())
+        if self.scaler is not None:
+            self.scaler.update(self.skipped)
+        if self.skipped:
+            self._skip(gradients)
+        else:
+            self._consecutive_skips = 0
+
+    def _skip(self, gradients: list[GradientBuffer]) -> None:
+        names = self.comm.all_gather_object(_first_bad(gradients))
+        found = [entry for entry in names if entry is not None]
+        self.first_bad = min(found)[-1] if found else None
+        for gradient in gradients:
+            gradient.forget()
+        self._consecutive_skips += 1
+        number = self._consecutive_skips
+        where = f"the gradient of '{self.first_bad}'" if found else "the gradient norm"
+        scale = "" if self.scaler is None else f"; the loss scale is now {self.scaler.scale:g}"
+        if self.comm.rank == 0 and number.bit_count() == 1:  # 1, 2, 4, 8, ...
+            run = "" if number == 1 else f" ({number} in a row)"
+            logger.warning("hf_zero: step %d skipped%s: %s is inf or nan%s", self._steps, run, where, scale)
+        if number >= self.max_consecutive_skips:
+            other = "" if self.scaler is None else ", or train in bf16, which has the range of fp32"
+            raise ZeroRuntimeError(
+                f"{number} steps in a row were skipped because gradients were inf or nan, the last one (step "
+                f"{self._steps}) because {where} was{scale}. Lower the learning rate, look at the data of these "
+                f"steps{other} (max_consecutive_skips sets this limit)"
+            )
+
+    def after(
+        self, optimizer: torch.optim.Optimizer, held: Set[nn.Parameter], gradients: list[GradientBuffer]
+    ) -> None:
+        """`optimizer`, which holds the parameters `held`, has stepped: what it must not change is put back."""
+        self._skipped_params.restore(optimizer.state)
+        for gradient in gradients:
+            gradient.mark_stepped(held)
+
+
+def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:
+    """The first parameter, in model order, with a gradient that is not finite on this rank."""
+    for order, gradient in enumerate(gradients):
+        buffer = gradient.buffer
+        for shard in buffer.master_shards:
+            grad = shard.weight.grad
+            for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+                if grad is not None and not grad[span.offset : span.offset + span.numel].isfinite().all():
+                    return order, span.index, buffer.names[span.index]
+    return None

@@ -1,0 +1,61 @@
+"""The engine's part of every checkpoint: masters, optimizer states and loss scale, beside the model's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from hf_zero.checkpoint import loading, training_state
+from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.plan import SavePlan, logical_state
+from hf_zero.core.engine import ZeroEngine
+
+
+def save_engine(
+    engine: ZeroEngine,
+    folder: str | Path,
+    *,
+    name: str = training_state.STATE_NAME,
+    is_main: bool,
+    stored: frozenset[int] = frozenset(),
+    later: Later | None = None,
+) -> dict[str, dict[str, int]]:
+    """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
+    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
+    sums = training_state.save_state(
+        folder, engine.buffers, engine.bindings, engine.comm, name, is_main, stored, extra, later
+    )
+    return {name: sums}
+
+
+def load_engine(engine: ZeroEngine, folder: str | Path, name: str = training_state.STATE_NAME) -> set[str]:
+    """Read them back; a collective. Returns the names of the parameters whose masters are in the model's files."""
+    engine.before_load()
+    missing, extra = training_state.load_state(folder, engine.buffers, engine.bindings, engine.comm, name)
+    if engine.scaler is not None and "loss_scale" in extra:
+        engine.scaler.load_state_dict(extra["loss_scale"])
+    return missing
+
+
+def load_rest(
+    engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str], plan: SavePlan | None = None
+) -> None:
+    """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters."""
+    mastered = {
+        id(param)
+        for buffer in engine.buffers
+        if buffer.trainable
+        for name, param in zip(buffer.names, buffer.params, strict=True)
+        if name not in missing
+    }
+    logical = logical_state(model)
+    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered, plan)
+    engine.after_load()
+
+
+def load_weights(engine: ZeroEngine, model: nn.Module, folder: str | Path) -> None:
+    """Read all weights from the model's files; a collective."""
+    engine.before_load()
+    loading.load_weights(model, folder, engine.comm)
+    engine.after_load()

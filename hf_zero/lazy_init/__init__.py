@@ -1,0 +1,1 @@
+"""Models built without their values: how initialisation is recorded and replayed."""

@@ -1,0 +1,1 @@
+"""What people look with: memory, profiles, the check of a machine."""

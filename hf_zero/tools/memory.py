@@ -1,0 +1,216 @@
+"""What a prepared model holds in memory, counted: bytes of every kind of state, by unit, next to the process's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.core.master import MasterShard
+from hf_zero.core.unit import Unit
+
+
+# The kinds of state, in the order in which they are shown.
+CATEGORIES = (
+    "parameters",
+    "unsharded parameters",
+    "gradients",
+    "unreduced gradients",
+    "master weights",
+    "optimizer states",
+)
+
+
+_ERROR = 2  # of torch's levels for what its C++ side says
+
+
+def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
+    """The tensors that an engine holds on this rank. Those that share a storage share its bytes."""
+    whole = "unsharded parameters" if any(unit.sharded for unit in engine.units) else "parameters"
+    found: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES}
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            found[whole if buffer.sharded else "parameters"].append(buffer.unsharded)
+            if buffer.frozen_shard is not None:
+                found["parameters"].append(buffer.frozen_shard)
+        found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
+        found["gradients"] += [tensor for g in unit.gradients for tensor in g.fetched]
+    for master in engine.masters:
+        found["master weights"].append(master)
+        if master.grad is not None:
+            found["gradients"].append(master.grad)
+    for optimizer in engine.optimizers:
+        for state in optimizer.state.values():
+            found["optimizer states"] += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the storages of these tensors, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """The bytes of one unit on this rank."""
+
+    name: str
+    parameters: int  # whole, or this rank's slice of frozen ones
+    unsharded: int  # whole, of a unit that is sharded at rest
+    gradients: int
+    optimizer: int  # master weights and optimizer states
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What one rank holds. `allocated`, `reserved` and `peak` are the accelerator's, None on CPU ranks."""
+
+    categories: dict[str, int]
+    units: list[UnitMemory] = field(default_factory=list)
+    host_rss: int = 0
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """All model state: everything but activations."""
+        return sum(self.categories.values())
+
+    def to_dict(self) -> dict:
+        return {"state_bytes": self.state_bytes, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{name:<22}{count / 1e6:>12.2f} MB" for name, count in self.categories.items() if count]
+        lines.append(f"{'model state':<22}{self.state_bytes / 1e6:>12.2f} MB")
+        for name, count in (("allocated", self.allocated), ("peak", self.peak), ("reserved", self.reserved)):
+            if count is not None:
+                lines.append(f"{name:<22}{count / 1e6:>12.2f} MB")
+        return "\n".join([*lines, f"{'host (RSS)':<22}{self.host_rss / 1e6:>12.2f} MB"])
+
+
+def memory_report(model: nn.Module) -> MemoryReport:
+    """The bytes that this rank holds for `model`, by kind of state and by unit. No communication.
+
+    Raises ValueError for a model that is not prepared.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError(
+            f"{type(model).__name__} is not prepared by hf_zero: pass the model after prepare() or shard()"
+        )
+    categories = {name: count_bytes(tensors) for name, tensors in tensors_by_category(engine).items()}
+    device: dict[str, int] = {}
+    if engine.device.type == "cuda":
+        device = {
+            "allocated": torch.cuda.memory_allocated(engine.device),
+            "reserved": torch.cuda.memory_reserved(engine.device),
+            "peak": torch.cuda.max_memory_allocated(engine.device),
+        }
+    return MemoryReport(
+        categories=categories,
+        units=[_unit_memory(unit, engine) for unit in engine.units],
+        host_rss=psutil.Process().memory_info().rss,
+        **device,
+    )
+
+
+def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
+    states = {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+    count: Counter[str] = Counter()
+    for buffer in unit.buffers:
+        count["unsharded" if buffer.sharded else "parameters"] += buffer.unsharded.untyped_storage().nbytes()
+        if buffer.frozen_shard is not None:
+            count["parameters"] += buffer.frozen_shard.nbytes
+        for shard in buffer.master_shards:
+            numel, weight = shard.numel, shard.weight
+            count["optimizer"] += numel * weight.itemsize + _state_bytes(shard, states.get(weight, {}))
+            if weight.grad is not None:
+                count["gradients"] += numel * weight.grad.itemsize
+    for gradient in unit.gradients:
+        count["gradients"] += sum(tensor.nbytes for tensor in gradient.held)
+    names = ("parameters", "unsharded", "gradients", "optimizer")
+    return UnitMemory(name=unit.name, **{name: count[name] for name in names})
+
+
+def _state_bytes(shard: MasterShard, state: dict[str, object]) -> int:
+    flats = [v for v in state.values() if isinstance(v, Tensor) and v.shape == shard.weight.shape]
+    return sum(shard.numel * flat.itemsize for flat in flats)
+
+
+def _finish_gathers(engine: ZeroEngine | None) -> None:
+    """Wait for the gathers of updated weights: messages under way when a profiler stops crash the process later."""
+    for unit in engine.units if engine is not None else ():
+        if not unit.sharded:
+            unit.unshard()
+
+
+class PeakBytes:
+    """The most bytes that were allocated at one time inside `measure_peak`."""
+
+    value: int | None = None
+
+
+@contextlib.contextmanager
+def without_notes() -> Iterator[None]:
+    """Keep torch from noting on stderr that a profile begins, ends, and has not seen older tensors made."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reads it once, at its first use
+    level = _log_level()
+    if level is None:
+        yield
+        return
+    before, level.value = level.value, _ERROR
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _log_level() -> ctypes.c_int | None:
+    """The level below which torch's C++ side says nothing; None where this build of torch has it elsewhere."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
+    """Inside, find out the most bytes that tensors take at one time; on CPU ranks too, where it slows a step down.
+
+    On CPU the allocator is asked, through torch's profiler; what was live before counts as the model's state.
+    """
+    engine = engine_of(model)
+    result = PeakBytes()
+    if engine is not None and engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+        yield result
+        result.value = torch.cuda.max_memory_allocated(engine.device)
+        return
+    _finish_gathers(engine)
+    before = 0 if engine is None else sum(count_bytes(t) for t in tensors_by_category(engine).values())
+    with (
+        without_notes(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        yield result
+        _finish_gathers(engine)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
+    result.value = before + max(totals, default=0)

@@ -1,0 +1,68 @@
+"""The `hf-zero` command: what all of its subcommands have in common."""
+
+import subprocess
+import sys
+
+import pytest
+
+import hf_zero
+from hf_zero import cli
+from hf_zero.command_line import CommandParser
+from tests.support.harness import LIMIT
+
+
+def test_the_version_is_the_packages(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hf-zero {hf_zero.__version__}\n"
+
+
+def test_help_names_every_command_and_a_wrong_one_is_an_error(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in cli.COMMANDS) and "--version" in out
+    assert cli.main(["plann"]) == 2
+    assert "unknown command 'plann'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command_is_headed_by_its_name(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: hf-zero {command} ")
+
+
+def test_options_take_dashes_and_underscores_and_the_rest_is_left_alone():
+    parser = CommandParser(rest="--args")
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("--a-b", action="store_true")
+    parser.add_argument("--args", nargs="...", default=[])
+    found = parser.parse_args(["--world_size=2", "--a_b", "--args", "--x_y", "--x-y", "x_y"])
+    assert (found.world_size, found.a_b, found.args) == (2, True, ["--x_y", "--x-y", "x_y"])
+    assert parser.parse_args(["--world-size", "3", "--a-b"]).world_size == 3
+    assert parser.parse_args(["--world-size", "3"]).args == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--gpu{}memory", "lots", "/nonexistent"],
+        ["doctor", "--num{}processes", "1", "--folder", "/nonexistent"],
+        ["config", "--world{}size", "2", "/nonexistent.yaml"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("mark", "-_")
+def test_every_command_takes_both_spellings(words, mark, capsys):
+    assert cli.main([word.format(mark) for word in words]) == 2
+    assert "/nonexistent" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_told_before_torch_is_imported():
+    code = (
+        "import sys; from hf_zero import cli;"
+        "status = cli.main(['plan', '/nonexistent']);"
+        "sys.exit(10 * status + ('torch' in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], timeout=LIMIT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (20, "hf-zero plan: '/nonexistent' does not exist\n")

@@ -1,0 +1,74 @@
+"""`hf-zero doctor`: its findings, its exit status and its self-test."""
+
+import json
+
+import pytest
+
+from hf_zero import cli
+from hf_zero.tools import doctor
+
+
+def run(capsys, *words):
+    status = cli.main(["doctor", *map(str, words)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_sound_machine_passes(capsys, tmp_path):
+    status, out, _ = run(capsys, "--num_processes", 2, "--folder", tmp_path, "--timeout", 300, "--json")
+    findings = {finding["what"]: finding for finding in json.loads(out)}
+    assert status == 0, findings
+    assert findings["collectives"]["text"].startswith("2 ranks: right values"), findings["collectives"]
+    for what in ("python", "torch", "transformers", "accelerate", "host", "backends", "ulimit -l", "ports", "disk"):
+        assert findings[what]["text"], what
+
+
+def test_the_table(capsys, tmp_path):
+    status, out, _ = run(capsys, "--num-processes", 0, "--folder", tmp_path)
+    assert status == 0
+    assert "collectives" not in out and f"{tmp_path}" in out.replace("\n", "")
+
+
+def test_a_fault_is_the_exit_status(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package>=1", "trl ; extra == 'trl'"]
+    )
+    status, out, _ = run(capsys, "--num_processes", 0, "--folder", tmp_path, "--json")
+    found = {finding["what"]: finding for finding in json.loads(out)}
+    assert status == 1
+    assert found["torch"]["level"] == "fail" and "is outside >=99" in found["torch"]["text"]
+    assert found["no-such-package"]["text"].startswith("is not installed")
+
+
+def test_a_rank_that_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    (finding,) = doctor.collectives(2, 300)
+    assert finding.level == "fail" and finding.text.startswith("rank 0 of 2: "), finding
+
+
+@pytest.mark.parametrize(
+    ("load", "words"), [(7.5, "the machine is busy (load average 7.5 on 4 cores)"), (0.1, "may not reach each other")]
+)
+def test_ranks_that_hang_are_ended_with_advice(load, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 4)
+    status, out, _ = run(capsys, "--folder", tmp_path, "--timeout", 0.01, "--json")
+    finding = next(finding for finding in json.loads(out) if finding["what"] == "collectives")
+    assert (status, finding["level"]) == (1, "fail")
+    assert finding["text"].startswith("2 of 2 ranks did not finish within 0.01 s"), finding
+    assert words in finding["text"] and finding["text"].endswith("--timeout"), finding
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_direct_writes_are_tried(tmp_path, monkeypatch, refused):
+    if refused:
+        monkeypatch.setattr(doctor.os, "write", lambda *_: (_ for _ in ()).throw(OSError(22, "Invalid argument")))
+        assert doctor._direct_write(tmp_path) == "Invalid argument"
+    else:
+        kinds = {finding.what: finding.level for finding in doctor.disk(tmp_path)}
+        assert kinds["disk"] == "ok" and kinds["O_DIRECT"] in ("ok", "note")
+
+
+def test_bad_input(capsys, tmp_path):
+    status, _, err = run(capsys, "--folder", tmp_path / "none")
+    assert status == 2 and len(err.splitlines()) == 1, err

@@ -1,0 +1,103 @@
+"""`memory_report` adds up to what the process holds; the callback writes it and compares it with the plan."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.planning.compare import Comparison, draw_memory
+from hf_zero.tools.memory import CATEGORIES
+from tests.ranks.test_memory import batch, build, live_bytes
+from tests.support.harness import distributed
+from tests.support.trainers import make_trainer
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_the_report_is_all_that_lives(stage):
+    before = live_bytes()
+    model = build(hidden=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = hf_zero.shard(model, optimizer, {"zero_stage": stage, "mixed_precision": "bf16"})
+    engine.backward(model(**batch(model)).loss)
+    optimizer.step()
+    report = hf_zero.memory_report(model)
+    held = live_bytes() - before
+    assert abs(report.state_bytes / held - 1) < 0.01, (report.categories, held)
+    assert sum(report.categories.values()) == report.state_bytes
+    assert set(report.categories) == set(CATEGORIES)
+    # Unit by unit it is the same but for the optimizer's step counts.
+    by_unit = sum(u.parameters + u.unsharded + u.gradients + u.optimizer for u in report.units)
+    assert 0 <= report.state_bytes - by_unit <= 64, (report.state_bytes, by_unit)
+    assert [unit.name for unit in report.units] == [unit.name for unit in engine.units]
+    assert report.host_rss > report.state_bytes
+    assert "model state" in str(report) and json.dumps(report.to_dict())
+
+
+def test_an_ordinary_model_has_no_report():
+    with pytest.raises(ValueError, match="Linear is not prepared by hf_zero"):
+        hf_zero.memory_report(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=2)
+def test_the_trainer_compares_with_the_plan(tmp_path, stage):
+    trainer = make_trainer("llama", stage, tmp_path, model=build(hidden=128), zero_memory_report=True)
+    trainer.train()
+    folder, rank = tmp_path / "zero_memory", dist.get_rank()
+    lines = [json.loads(line) for line in (folder / f"memory_rank{rank}.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["rank"] == rank and line["state_bytes"] > 0 and line["host_rss"] > 0 for line in lines)
+    assert lines[1]["peak"] > lines[1]["state_bytes"] and [line["peak"] is None for line in lines].count(False) == 1
+    if rank == 0:
+        found = json.loads((folder / "memory_comparison.json").read_text())
+        assert abs(found["measured_resident"] / found["predicted_resident"] - 1) < 0.01, found
+        assert abs(found["measured_peak"] / found["predicted_peak"] - 1) < 0.10, found
+        assert (found["stage"], found["world_size"]) == (stage, 2)
+    # Planning has left the model as it was.
+    trainer.evaluate()
+
+
+def test_the_picture_shows_what_is_held_and_what_was_predicted(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    kinds = {"parameters": 2_000_000, "gradients": 0, "master weights": 4_000_000}
+    lines = [{"step": step, "categories": kinds, "peak": 9_000_000 if step == 2 else None} for step in (1, 2, 3)]
+    comparison = Comparison(
+        stage=2,
+        world_size=4,
+        predicted_resident=6_000_000,
+        measured_resident=6_000_000,
+        predicted_peak=8_000_000,
+        measured_peak=9_000_000,
+    )
+    draw_memory(lines, comparison, tmp_path / "memory.png")
+    (axes,) = drawn
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    predicted = ["at rest, predicted", "peak, predicted"]
+    assert labels == ["parameters", "master weights", "peak of the step, measured", *predicted]
+    heights = {line.get_label(): float(line.get_ydata()[0]) for line in axes.lines}
+    assert heights == {"peak of the step, measured": 9.0, "at rest, predicted": 6.0, "peak, predicted": 8.0}
+    assert axes.get_title() == "ZeRO stage 2, 4 ranks: state after each step"
+    assert axes.get_ylabel() == "MB on rank 0" and axes.get_ylim()[0] == 0
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_measuring_a_peak_writes_nothing_to_stderr():
+    code = """
+import torch
+from hf_zero.tools.memory import measure_peak
+
+older = torch.ones(1 << 20)
+with measure_peak(torch.nn.Linear(2, 2)) as peak:
+    new = torch.ones(1 << 20)
+    del older
+assert peak.value >= 1 << 22, peak.value
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")
