@@ -166,7 +166,7 @@ class Zero(Session):
 
     def counters(self) -> tuple[int, dict[str, int]] | None:
         comm = self.engine.comm
-        return sum(comm.bytes_sent.values()), dict(comm.calls)
+        return sum(comm.traffic.bytes_sent.values()), dict(comm.traffic.calls)
 
     def close(self) -> None:
         if self.engine.comm.watchdog is not None:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.parity_report docs/parity.md
 
-It trains by the functions of the parity tests (`tests/support/reference.py`, `tests/support/zoo.py`), on CPU ranks, so each number is
-one that a test bounds; a model that is out of bounds ends the run and leaves the page as it was. Only what stands
-between the two marks of the page is replaced. Run it from the root of the repository, where it takes some minutes.
+It trains by the functions of the parity tests (`tests/support/reference.py`, `tests/support/zoo.py`), on CPU ranks, so
+each number is one that a test bounds; a model that is out of bounds ends the run and leaves the page as it was. Only
+what stands between the two marks of the page is replaced. Run it from the root of the repository, where it takes some
+minutes.
 """
 
 import argparse

@@ -28,7 +28,8 @@ HEAD = """# Scaling: the cost model and the counted bytes
 
 GB are 1e9 bytes of one rank. "Counted" is what the engine itself allocates and sends when it trains the model on
 torch's meta device as one rank of so many (tensors with shapes and no values, every storage counted); the same
-engine on real CPU ranks agrees with that count (tests/integration/test_plan_measured.py). No network was measured here.
+engine on real CPU ranks agrees with that count (tests/integration/test_plan_measured.py). No network was measured
+here.
 
 ## The classic tables
 

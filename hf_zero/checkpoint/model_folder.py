@@ -19,14 +19,14 @@ from hf_zero.checkpoint import saving
 from hf_zero.checkpoint.background import Later, perform
 from hf_zero.checkpoint.plan import SavePlan, logical_state, plan_module, plan_pretrained, select
 from hf_zero.checkpoint.staging import find_writers, naming, on_all_ranks
-from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.communicator import MEETING_SECONDS, Communicator
+from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.placement import Placement
 from hf_zero.core.unit import gathered_parameters
 
 
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
 WriteRest = Callable[[str, dict[str, Tensor]], None]
-MEETING_SECONDS = 60.0  # for all ranks to make a call that gathers the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +95,18 @@ class ZeroPretrainedMixin:
                 del self.__dict__["_zero_folder"]
 
 
-def _readable(engine: Any) -> bool:
+def mixins_for(model: nn.Module) -> tuple[type, ...]:
+    """What the class of a prepared model gets from here."""
+    return (ZeroPretrainedMixin,) if hasattr(model, "save_pretrained") else ()
+
+
+def _readable(engine: ZeroEngine) -> bool:
     """Whether each rank can read all weights without the others."""
     sharded = engine.placements.parameter is Placement.SHARDED
     return not sharded or all(unit.pins for unit in engine.units if unit.sharded)
 
 
-def _save_sharded(model: nn.Module, engine: Any, stock: Callable[..., None], options: dict[str, Any]) -> None:
+def _save_sharded(model: nn.Module, engine: ZeroEngine, stock: Callable[..., None], options: dict[str, Any]) -> None:
     folder = options.pop("save_directory")
     options.pop("state_dict", None)
     if options.get("safe_serialization") is False:

@@ -274,7 +274,7 @@ def broadcast_parts(
 ) -> Iterator[Part]:
     """Yield the parts of all ranks on every rank, one buffer at a time; a collective."""
     mine = list(parts)
-    device = torch.device("cuda" if "nccl" in comm.backend else "cpu")
+    device = comm.device
     described = [(file, name, start, values.numel()) for file, name, start, values in mine]
     for rank, theirs in enumerate(comm.all_gather_object(described)):
         for number, (file, name, start, numel) in enumerate(theirs):

@@ -184,7 +184,7 @@ def _agreed_kinds(
     for buffer in buffers:
         for shard in buffer.master_shards:
             flats = {kind: flat.dtype for kind, flat in _states(shard, optimizers).items()}
-            for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+            for span in shard.spans():
                 mine[buffer.names[span.index]] = flats
     merged = {name: {} for buffer in buffers for name in buffer.names}  # nobody owns a part of what has no elements
     for kinds in comm.all_gather_object(mine):
@@ -201,7 +201,7 @@ def _parts(
             continue  # every rank owns everything: one writes
         for shard in buffer.master_shards:
             for kind, flat in _states(shard, optimizers).items():
-                for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+                for span in shard.spans():
                     values = flat[span.offset : span.offset + span.numel]
                     yield f"{buffer.names[span.index]}.{kind}", span.start, values
 
@@ -256,7 +256,7 @@ def _make_states(
         weight = shard.weight
         if id(weight) not in adopted:
             continue
-        spans = buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop)
+        spans = shard.spans()
         # A shard of padding only has the states of its group too: an optimizer expects all of them or none.
         for index in [span.index for span in spans] or [len(buffer.names) - 1]:
             for kind, dtype in kinds.get(buffer.names[index], {}).items():

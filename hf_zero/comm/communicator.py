@@ -1,11 +1,11 @@
-"""The only caller of torch.distributed collectives: the moves between placements, on flat tensors."""
+"""One data-parallel group: its moves on flat tensors, counted and watched, over whichever transport fits."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,220 +14,211 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.peer_memory import PeerMemory
-from hf_zero.comm.transport.reads import PeerTransport
+from hf_zero.comm.traffic import Traffic
+from hf_zero.comm.transport import Transport
+from hf_zero.comm.transport.alone import Alone
+from hf_zero.comm.transport.counting import Counting
+from hf_zero.comm.transport.group import GroupTransport
+from hf_zero.comm.transport.messages import Messages
+from hf_zero.comm.transport.nccl import Nccl
+from hf_zero.comm.transport.reads import Reads
 from hf_zero.comm.watchdog import Watchdog
-from hf_zero.comm.work import UNTAGGED, OnChunk, Tag, Work, deliver_parts, wide
+from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work, wide
 from hf_zero.errors import ZeroRuntimeError
 
 
+MEETING_SECONDS = 60.0  # for all ranks to make a call that gathers the model
+
+
 class Communicator:
-    """The collectives of one data-parallel group, with a count of calls and of bytes that this rank sends.
+    """The moves of one group, with a count of calls and of bytes that this rank sends.
 
-    On gloo the moves are point-to-point messages straight into their final place: gloo's own reduce-scatter is an
-    all-reduce (twice the bytes), and the sum over ranks is made here in rank order, in fp32, so that it is the same
-    on every run. Where all ranks are on one machine they read each other's memory instead, with the same result. NCCL
-    uses its own collectives.
+    The sum over ranks is made here, in rank order and in fp32, so that it is the same on every run and transport;
+    NCCL's own reduce-scatter is used where nothing asks for that order.
 
-    Gathers and reductions have separate process groups: with NCCL the collectives of one group run one after another,
-    and the next unit's gather must not wait for a reduction. The second group is made when it is needed, and
-    communicators of one group share it: with NCCL each costs device memory.
+    Args:
+        transport: moves the bytes (see `connect`, which chooses one).
+        deterministic: sum in rank order on every transport.
+        watchdog: told while this process waits.
     """
 
     _meetings: Counter[str] = Counter()  # by ranks: communicators of the same ranks share the count
-    _made: Counter[str] = Counter()  # by ranks: the monitored communicators; all of them make the same ones
-    _reduce_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+    _watched: Counter[str] = Counter()  # by ranks: the watched communicators; all of them make the same ones
 
-    def __init__(
-        self,
+    def __init__(self, transport: Transport, *, deterministic: bool = False, watchdog: Watchdog | None = None) -> None:
+        self._transport = transport
+        self.rank, self.world_size = transport.rank, transport.size
+        self.deterministic, self.watchdog = deterministic, watchdog
+        self.traffic = Traffic()
+        weakref.finalize(self, transport.close)
+
+    @classmethod
+    def connect(
+        cls,
         group: dist.ProcessGroup | None = None,
         *,
+        device: torch.device | None = None,
         deterministic: bool = False,
         hang_timeout_s: float = 0.0,
         peer_memory: bool = True,
-    ) -> None:
-        self.deterministic = deterministic
-        self.monitor: Watchdog | None = None
-        self._peers: PeerTransport | None = None
-        self.calls: Counter[str] = Counter()
-        self.bytes_sent: Counter[str] = Counter()
-        self.waited: Counter[str] = Counter()  # seconds that this process stood still, by kind of collective
+    ) -> Communicator:
+        """Choose a transport for the ranks of `group` (default: all) and tensors on `device`; a collective.
+
+        This is the only place that asks how ranks can exchange memory.
+        """
         if not dist.is_initialized():
-            self.rank, self.world_size, self.backend = 0, 1, "none"
-            return
-        self._group = group if group is not None else dist.group.WORLD
-        self.rank = dist.get_rank(self._group)
-        self.world_size = dist.get_world_size(self._group)
-        self.backend = dist.get_backend(self._group)
-        self._ranks = dist.get_process_group_ranks(self._group)
-        if self.world_size > 1:
-            self.monitor = self._make_monitor(hang_timeout_s)
-            self._peers = self._connect() if peer_memory and self._point_to_point else None
+            return cls(Alone())
+        group = group if group is not None else dist.group.WORLD
+        if dist.get_world_size(group) == 1:
+            return cls(Alone())
+        if dist.get_backend(group) != "gloo":
+            return cls(Nccl(group), deterministic=deterministic)
+        transport = Messages(group)
+        if peer_memory and (device is None or device.type == "cpu"):
+            peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
+            transport = transport if peers is None else Reads(transport, peers)
+        return cls(transport, deterministic=deterministic, watchdog=cls._watch(transport, hang_timeout_s))
 
-    def _connect(self) -> PeerTransport | None:
-        memory = PeerMemory.connect(self.rank, self.all_gather_object)
-        if memory is None:
-            return None
-        weakref.finalize(self, memory.leave)
-        return PeerTransport(self.rank, memory)
+    @classmethod
+    def imagine(
+        cls,
+        world_size: int,
+        backend: str,
+        *,
+        deterministic: bool = False,
+        peer_memory: bool = True,
+        on_buffer: Callable[[list[Tensor]], None],
+    ) -> Communicator:
+        """Rank 0 of `world_size` ranks that do not exist, for the planner: it counts, and moves nothing.
 
-    def _make_monitor(self, timeout_s: float) -> Watchdog | None:
-        """None where waiting does not block this process (NCCL waits on the device and has its own watchdog)."""
-        if not self._point_to_point or not timeout_s:
+        `backend` ("gloo" or "nccl") and the options choose as in `connect`; `on_buffer` is called with tensors that
+        exist only for a move.
+        """
+        if world_size == 1:
+            return cls(Alone())
+        name = "nccl" if backend == "nccl" else "reads" if peer_memory else "messages"
+        return cls(Counting(world_size, name, on_buffer=on_buffer), deterministic=deterministic)
+
+    @classmethod
+    def _watch(cls, transport: GroupTransport, timeout_s: float) -> Watchdog | None:
+        """For transports whose waits block this process; NCCL waits on the device and has its own watchdog."""
+        if not timeout_s:
             return None
-        ranks = str(self._ranks)
-        self._made[ranks] += 1
+        ranks = str(transport.ranks)
+        cls._watched[ranks] += 1
         return Watchdog(
             dist.distributed_c10d._get_default_store(),
-            name=f"{ranks}/{self._made[ranks]}",
-            rank=self.rank,
-            world_size=self.world_size,
+            name=f"{ranks}/{cls._watched[ranks]}",
+            rank=transport.rank,
+            world_size=transport.size,
             timeout_s=timeout_s,
         )
 
     def of_a_thread(self) -> Communicator:
         """The same ranks on gloo groups of their own, whose collectives may fall between any others; a collective."""
-        if self.world_size == 1:
+        if not isinstance(self._transport, GroupTransport):
             return self
-        return Communicator(self._new_group(backend="gloo"), peer_memory=False)
+        return Communicator(Messages(self._transport.new_group("gloo")))
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another group of the same ranks; a collective. Raises ZeroRuntimeError where they cannot make one.
+    @property
+    def shares(self) -> bool:
+        """Whether there is anybody to share with; a transport that was handed in says so for one rank, too."""
+        return not isinstance(self._transport, Alone)
 
-        Ranks outside do not take part. Then torch names the group by how many groups a process is in, and ranks that
-        disagree about the name would wait for each other.
-        """
-        of_all = self.world_size == dist.get_world_size()
-        if not of_all:
-            joined = self.all_gather_object(len(dist.distributed_c10d._world.pg_names))
-            if len(set(joined)) > 1:
-                raise ZeroRuntimeError(
-                    f"ranks {self._ranks} are in {joined} process groups, and torch can make another group of some "
-                    "ranks only where these numbers are equal. Have each of them join equally many before hf_zero"
-                )
-        return dist.new_group(self._ranks, backend=backend, use_local_synchronization=not of_all)
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie for `broadcast`."""
+        return self._transport.device
+
+    @property
+    def transport_name(self) -> str:
+        """How values are moved, for people."""
+        return self._transport.name
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `reduce_scatter` reads tensors where they lie; otherwise it is given one flat tensor."""
+        return self._transport.takes_parts
 
     def prepare_reductions(self) -> None:
-        """Make the process group of reductions, while all ranks are at the same point; a collective the first time."""
-        if self.world_size > 1 and self._group not in self._reduce_groups:
-            self._reduce_groups[self._group] = self._new_group(self.backend)
+        """Make what reductions need, while all ranks are at the same point; a collective the first time."""
+        self._transport.prepare_reductions()
 
-    @property
-    def _reduce_group(self) -> dist.ProcessGroup:
-        self.prepare_reductions()
-        return self._reduce_groups[self._group]
+    # -- moves ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _point_to_point(self) -> bool:
-        return self.backend == "gloo"
-
-    def _count(self, kind: str, sent: int) -> None:
-        self.calls[kind] += 1
-        self.bytes_sent[kind] += sent
-
-    def _pending(
-        self, works: Sequence[Work], finish: Callable[[], None], kind: str, what: Tag, beside: bool = True
-    ) -> Work:
-        label = f"{kind} of {what.name}"
-        return Work(works, finish, label, monitor=self.monitor, waited=self.waited, beside=beside)
-
-    def reads_peers(self, device: torch.device) -> bool:
-        """Whether ranks read each other's memory."""
-        return self._peers is not None and device.type == "cpu"
-
-    def takes_parts(self, device: torch.device) -> bool:
-        """Whether reductions read gradients where they are; otherwise they are given one flat tensor."""
-        return self.world_size == 1 or self.reads_peers(device)
-
-    def all_gather(self, flat: Tensor, what: Tag = UNTAGGED, rest: Sequence[Tensor] = ()) -> Work:
+    def all_gather(self, flat: Tensor, tag: Tag = UNTAGGED, shard: Sequence[Tensor] = ()) -> Work:
         """Fill `flat` (world_size equal slices) in place; this rank's own slice is already there.
 
-        `rest` holds the same values as the own slice, end to end, in memory that does not change before `settle`.
+        `shard` holds the same values as the own slice, end to end, in memory that does not change before `fence`.
         """
-        if self.world_size == 1:
-            return Work()
-        numel = flat.numel() // self.world_size
-        own = flat[self.rank * numel : (self.rank + 1) * numel]
-        self._count("all_gather", own.nbytes * (self.world_size - 1))
-        if self.reads_peers(flat.device):
-            read = self._peers.all_gather(flat, what.tag, rest)
-            return self._pending([read], read.finish, "all-gather", what, beside=False)
-        if self._point_to_point:
-            slices = flat.chunk(self.world_size)
-            works, land = self._exchange([own] * self.world_size, list(slices), self._group, what.tag)
-        else:
-            works, land = [_all_gather_single(flat, own, group=self._group, async_op=True)], _nothing
-        return self._pending(works, land, "all-gather", what)
+        self._count("all_gather", flat.nbytes // self.world_size)
+        return self._work(self._transport.gather(flat, tag, shard), "all-gather", tag)
 
-    def settle(self, what: Tag | None = None) -> None:
-        """Wait until every peer has read our `rest` of the gathers called `what` (None: of all); it may change then.
-
-        Only for gathers that this rank has waited for.
-        """
-        if self._peers is not None:
-            reads = self._peers.settle(None if what is None else what.tag)
-            self._pending([reads], _nothing, "reads", what or UNTAGGED).wait()
-
-    def reduce_scatter(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
-        """Sum over ranks; this rank's slice of the result is delivered, in fp32 at least.
+    def reduce_scatter(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
+        """Sum over ranks; chunks of this rank's slice of the result are given to `on_chunk`, in fp32 at least.
 
         `parts` are flat tensors that make up world_size equal slices, end to end: a single one, where not
         `takes_parts`. They belong to the collective from here on.
         """
-        if self.world_size == 1:
-            return Work((), lambda: deliver_parts(parts, deliver))
         numel = sum(map(Tensor.numel, parts)) // self.world_size
-        self._count("reduce_scatter", numel * parts[0].itemsize * (self.world_size - 1))
-        if self.reads_peers(parts[0].device):
-            read = self._peers.reduce_scatter(parts, numel, what.tag, deliver)
-            return self._pending([read], read.finish, "reduce-scatter", what, beside=False)
-        (flat,) = parts
-        if not self._point_to_point and not self.deterministic and flat.dtype == torch.float32:
-            out = flat.new_empty(numel)
-            work = _reduce_scatter_single(out, flat, group=self._reduce_group, async_op=True)
-            # `flat` stays referenced until the collective on its own stream is over.
-            return self._pending([work], lambda flat=flat: deliver(0, out), "reduce-scatter", what)
-        slices = flat.chunk(self.world_size)
-        # All-to-all, then a local sum: also how 16-bit gradients travel at half width and are still summed in fp32.
-        received = [torch.empty_like(slices[0]) if rank != self.rank else slice_ for rank, slice_ in enumerate(slices)]
-        if self._point_to_point:
-            works, land = self._exchange(list(slices), received, self._reduce_group, what.tag)
+        self._count("reduce_scatter", numel * parts[0].itemsize)
+        transport = self._transport
+        if not self.deterministic and transport.sums(parts[0].dtype):
+            landing = self._own_reduce_scatter(parts[0], numel, on_chunk, tag)
         else:
-            works = [dist.all_to_all(received, list(slices), group=self._reduce_group, async_op=True)]
-            land = _nothing
+            landing = transport.exchange(parts, numel, tag, _RankOrderSum(self.world_size, on_chunk))
+        work = self._work(landing, "reduce-scatter", tag)
+        if not transport.overlaps:
+            work.wait()
+        return work
 
-        def finish(flat: Tensor = flat) -> None:
-            land()
-            deliver(0, _sum_in_order(received))
+    def _own_reduce_scatter(self, flat: Tensor, numel: int, on_chunk: OnChunk, tag: Tag) -> Landing:
+        out = flat.new_empty(numel)
+        handle = self._transport.reduce_scatter(flat, out, tag)
+        # `flat` stays referenced until the collective on its own stream is over.
+        return Landing([handle], lambda flat=flat: on_chunk(0, out))
 
-        return self._pending(works, finish, "reduce-scatter", what)
-
-    def all_reduce(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
-        """As `reduce_scatter`, but every rank is delivered the whole result."""
-        if self.world_size == 1:
-            return self.reduce_scatter(parts, deliver, what)
+    def all_reduce(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
+        """As `reduce_scatter` with one flat tensor, but every rank is given the whole result."""
+        if not self.shares:
+            return self.reduce_scatter(parts, on_chunk, tag)
         (flat,) = parts
-        self._count("all_reduce", 2 * flat.nbytes * (self.world_size - 1) // self.world_size)
-        work = dist.all_reduce(flat, group=self._reduce_group, async_op=True)
-        return self._pending([work], lambda: deliver(0, flat), "all-reduce", what)
+        self._count("all_reduce", 2 * flat.nbytes // self.world_size)
+        landing = Landing([self._transport.all_reduce(flat, tag)], lambda: on_chunk(0, flat))
+        return self._work(landing, "all-reduce", tag)
 
-    def on_all_ranks(self, values: Tensor, largest: bool = False) -> Tensor:
+    def drain(self, works: Iterable[Work]) -> None:
+        """Wait now for what makes no progress by itself, while all ranks are at the same point; else do nothing."""
+        if not self._transport.overlaps:
+            for work in works:
+                work.wait()
+
+    def fence(self, tag: Tag | None = None) -> None:
+        """Block until every peer has finished reading our shard for the gathers called `tag` (None: for all).
+
+        The shard may change afterwards. Only for gathers that this rank has waited for.
+        """
+        self._work(self._transport.fence(tag), "reads", tag or UNTAGGED).wait()
+
+    # -- scalars, objects, meeting ----------------------------------------------------------------------------------
+
+    def all_reduce_scalars(self, values: Tensor, largest: bool = False) -> Tensor:
         """Sum (or maximum) of a few scalars over ranks, in place: norms, overflow flags."""
-        if self.world_size > 1:
-            self._count("scalars", values.nbytes * (self.world_size - 1))
-            dist.all_reduce(values, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
+        self._count("scalars", values.nbytes)
+        self._transport.all_reduce_scalars(values, largest)
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `tensor` from rank `source` of the group to all ranks, in place."""
-        if self.world_size > 1:
-            self._count("broadcast", tensor.nbytes if self.rank == source else 0)
-            dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+        if self.shares:
+            self.traffic.count("broadcast", tensor.nbytes if self.rank == source else 0)
+        self._transport.broadcast(tensor, source)
         return tensor
 
     def broadcast_all(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to all ranks, in place, in one message per dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors if self.world_size > 1 else ():
+        for tensor in tensors if self.shares else ():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for group in by_dtype.values():
             flat = self.broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), source)
@@ -236,25 +227,21 @@ class Communicator:
 
     def all_gather_object(self, value: object) -> list:
         """One Python object from every rank, in rank order; for metadata and agreement on errors."""
-        if self.world_size == 1:
-            return [value]
-        gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        return self._transport.all_gather_object(value)
 
     def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier(group=self._group)
+        """Wait for all ranks."""
+        self._transport.barrier()
 
     def meet(self, purpose: str, timeout_s: float) -> None:
         """Wait until all ranks of the group are here. Raises ZeroRuntimeError naming those that do not come in time.
 
         Unlike a barrier it says who is missing, on any backend: for calls that scripts make on one rank by mistake.
         """
-        if self.world_size == 1:
+        if not isinstance(self._transport, GroupTransport):
             return
         store = dist.distributed_c10d._get_default_store()
-        group = str(self._ranks)
+        group = str(self._transport.ranks)
         self._meetings[group] += 1
         keys = [f"hf_zero/meet/{group}/{self._meetings[group]}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], purpose)
@@ -267,49 +254,35 @@ class Communicator:
                 f"did not call it: weights are sharded, so call it on all ranks (not under `if is_main_process`)"
             ) from error
 
-    def _exchange(
-        self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup, tag: int
-    ) -> tuple[list[dist.Work], Callable[[], None]]:
-        """Send outgoing[r] to every other rank r and receive its message into incoming[r].
+    def close(self) -> None:
+        """End the watching and give back what connects the ranks."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
 
-        Messages of different tags do not meet: ranks that diverge wait for each other instead of mixing up values.
-        Tensors on a device pass through the host, as gloo sends host memory only; the second result, called when the
-        messages are there, brings them to the device.
-        """
-        device_incoming = incoming
-        if incoming[0].device.type != "cpu":
-            incoming = [torch.empty_like(tensor, device="cpu") for tensor in incoming]
-            outgoing = [tensor.cpu() for tensor in outgoing]
-        works: list[dist.Work] = []
-        for step in range(1, self.world_size):
-            # Each step pairs the ranks differently, so that no rank is everybody's first target.
-            source = (self.rank - step) % self.world_size
-            target = (self.rank + step) % self.world_size
-            works.append(dist.irecv(incoming[source], src=self._ranks[source], group=group, tag=tag))
-            works.append(dist.isend(outgoing[target], dst=self._ranks[target], group=group, tag=tag))
+    def _count(self, kind: str, nbytes: int) -> None:
+        """Note a collective in which this rank sends `nbytes` to every other."""
+        if self.world_size > 1 or self.shares:
+            self.traffic.count(kind, nbytes * (self.world_size - 1))
 
-        def land() -> None:
-            for rank, (target, source) in enumerate(zip(device_incoming, incoming, strict=True)):
-                if target is not source and rank != self.rank:
-                    target.copy_(source)
-
-        return works, land
+    def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
+        return Work(landing, f"{kind} of {tag.name}", watchdog=self.watchdog, waited=self.traffic.waited)
 
 
-def _nothing() -> None:
-    """Nothing is left to be done."""
+class _RankOrderSum:
+    """Adds up what ranks hand over, chunk by chunk and in rank order, in fp32 at least."""
 
+    def __init__(self, size: int, on_chunk: OnChunk) -> None:
+        self._last, self._on_chunk = size - 1, on_chunk
+        self._total: Tensor | None = None
 
-def _sum_in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0].to(wide(parts[0].dtype))
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
-# torch 2.13 renamed both calls and warns at the old names; 2.11 and 2.12 know only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    def __call__(self, source: int, at: int, values: Tensor) -> None:
+        if self._total is None:
+            self._total = values.to(wide(values.dtype))
+        else:
+            self._total.add_(values)
+        if source == self._last:
+            total, self._total = self._total, None
+            self._on_chunk(at, total)
 
 
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:

@@ -19,80 +19,81 @@ class Tag:
     """What a collective carries: a name for people, and a number that tells it from others under way."""
 
     name: str
-    tag: int = 0
+    number: int = 0
 
 
 UNTAGGED = Tag("a tensor")
 
-# Takes a part of a reduction's result: its first element, counted in what this rank owns, and the values, which are
+# Takes a chunk of a reduction's result: its first element, counted in what this rank owns, and the values, which are
 # only valid during the call.
 OnChunk = Callable[[int, Tensor], None]
 
 
-class Work(Protocol):
+class Handle(Protocol):
     """What torch.distributed answers for an asynchronous collective."""
 
     def wait(self) -> object: ...
+
+
+def nothing() -> None:
+    """Nothing is left to be done."""
+
+
+@dataclass
+class Landing:
+    """What a transport has begun: wait for every handle, then call `finish`, which brings values to their place."""
+
+    handles: Sequence[Handle] = ()
+    finish: Callable[[], None] = nothing
 
 
 class Work:
     """A collective under way. `wait` may be called any number of times.
 
     Args:
-        works: what to wait for before `finish` can run.
+        landing: what the transport has begun.
         label: its name for people.
-        beside: the transfer progresses without this thread. If it does not, waiting late gains nothing and holds
-            memory.
+        watchdog: told while this process waits.
         waited: where the seconds of standing still are added up, by the first word of the label.
     """
 
     def __init__(
         self,
-        works: Sequence[Work] = (),
-        finish: Callable[[], None] | None = None,
+        landing: Landing | None = None,
         label: str = "",
         *,
-        monitor: Watchdog | None = None,
+        watchdog: Watchdog | None = None,
         waited: Counter[str] | None = None,
-        beside: bool = True,
     ) -> None:
-        self._works, self._finish = works, finish
-        self.beside = beside
-        self._label, self._monitor = label, monitor
+        self._landing = landing
+        self._label, self._watchdog = label, watchdog
         self._waited = Counter() if waited is None else waited
 
     def wait(self) -> None:
-        if self._finish is None:
+        """Block (on NCCL: the compute stream) until the result is in its place."""
+        if self._landing is None:
             return
+        landing, self._landing = self._landing, None
         began = time.perf_counter()
         if torch.autograd._profiler_enabled():  # a label costs as much as a short wait
             with torch.profiler.record_function(f"hf_zero::{self._label}"):
-                self._wait_and_finish()
+                self._wait_and_finish(landing)
         else:
-            self._wait_and_finish()
+            self._wait_and_finish(landing)
         self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
-        self._works, self._finish = (), None
 
-    def _wait_and_finish(self) -> None:
-        if self._monitor is None:
-            self._wait_for_works()
+    def _wait_and_finish(self, landing: Landing) -> None:
+        def wait() -> None:
+            for handle in landing.handles:
+                handle.wait()
+
+        if self._watchdog is None:
+            wait()
         else:
-            self._monitor.wait(self._label, self._wait_for_works)
-        self._finish()
-
-    def _wait_for_works(self) -> None:
-        for work in self._works:
-            work.wait()
+            self._watchdog.wait(self._label, wait)
+        landing.finish()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are summed: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def deliver_parts(parts: Sequence[Tensor], deliver: OnChunk) -> None:
-    """OnChunk tensors that lie end to end."""
-    at = 0
-    for part in parts:
-        deliver(at, part.to(wide(part.dtype)))
-        at += part.numel()

@@ -80,7 +80,7 @@ def write(source: Source, model: nn.Module | None, config: Path | None, target: 
         schedule = folder / (SCHEDULE_NAME if config is not None or match.plan is None else ACCELERATE_SCHEDULE_NAME)
         if source.schedule is not None and not schedule.exists():
             save_pickle(source.schedule, schedule)
-        comm, sums = Communicator(), {}
+        comm, sums = Communicator.connect(), {}
         if match.plan is not None:
             staged = stage(folder, files, lambda: _weight_parts(match), comm, is_main=True)
             StagedWeights(plan=match.plan, staged=staged).commit()

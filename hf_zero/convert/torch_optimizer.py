@@ -125,7 +125,7 @@ class _NewWeights:
     def write(self, folder: Path) -> None:
         if not self.files:
             return
-        staged = stage(folder, self.files, self.parts, Communicator(), is_main=True)
+        staged = stage(folder, self.files, self.parts, Communicator.connect(), is_main=True)
         if self.plan is None:
             staged.commit()
         else:

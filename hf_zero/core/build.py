@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.loss_scale import LossScaler
-from hf_zero.core.partition import PERSISTENT, UnitPlan
-from hf_zero.core.placement import STAGES, Placement, Placements
+from hf_zero.core.partition import UnitPlan
+from hf_zero.core.placement import Placement, Placements
 from hf_zero.core.precision import Precision
 from hf_zero.core.schedule import Limits
 from hf_zero.core.unit import Tally, Unit, UnitListener
@@ -64,7 +65,7 @@ class UnitBuilder:
     """Makes units from plans, all with the same placements, precision and limits."""
 
     config: ZeroConfig
-    comm: Communicator
+    mesh: Mesh
     placements: Placements
     device: torch.device
     precision: Precision
@@ -102,12 +103,13 @@ class UnitBuilder:
                 list(params.values()),
                 dtype=dtype,
                 trainable=trainable,
-                placements=STAGES[2] if plan.name == PERSISTENT else self.placements,
-                comm=self.comm,
+                placements=self.placements.with_whole_parameters() if plan.persistent else self.placements,
+                mesh=self.mesh,
                 device=self.device,
                 rest_dtype=own_dtype if keeps_precision else None,
                 tag=Tag(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
             )
+            buffer.distribute()
             buffers.append(buffer)
             if trainable:
                 gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type], self.scaler))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.model_folder import MEETING_SECONDS
-from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.communicator import MEETING_SECONDS, Communicator
+from hf_zero.comm.mesh import Mesh
 from hf_zero.config import ZeroConfig
 from hf_zero.core import build, grad_norm, guard
 from hf_zero.core.buffers import BufferSync
@@ -45,6 +45,7 @@ class ZeroEngine:
             for a model on the CPU).
         trainable: False for a model that is only evaluated: no gradients, no masters.
         scaler: the loss scale, where several engines share one.
+        mixins: added to the class of the model; see `prepared.attach`.
     """
 
     def __init__(
@@ -56,20 +57,23 @@ class ZeroEngine:
         device: torch.device | None = None,
         trainable: bool = True,
         scaler: LossScaler | None = None,
+        mixins: Sequence[type] = (),
     ) -> None:
         build.check_model(model, device)
         self.config = config
         self.trainable = trainable
         if not isinstance(group, Communicator):
-            group = Communicator(
+            group = Communicator.connect(
                 group,
+                device=next(model.parameters()).device if device is None else torch.device(device),
                 deterministic=config.deterministic_reduce,
                 hang_timeout_s=config.hang_timeout_s,
                 peer_memory=config.peer_memory,
             )
         self.comm = group
-        self.placements = STAGES[config.zero_stage if self.comm.world_size > 1 else 0]
-        self.device = torch.device(device) if device is not None else build.default_device(model, self.comm.backend)
+        self.mesh = Mesh(group)
+        self.device = build.default_device(model, group.transport_name) if device is None else torch.device(device)
+        self.placements = STAGES[config.zero_stage if self.comm.shares else 0]
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.bindings: list[Binding] = []
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
@@ -84,7 +88,7 @@ class ZeroEngine:
         self._model = weakref.ref(model)
         self._builder = build.UnitBuilder(
             config=config,
-            comm=self.comm,
+            mesh=self.mesh,
             placements=self.placements,
             device=self.device,
             precision=self.precision,
@@ -114,7 +118,7 @@ class ZeroEngine:
         self._watches = {unit: self.schedule.watch(unit) for unit in self.units}
         for module in self.precision.layers_to_hook(model):
             self._handles.append(module.register_forward_pre_hook(Hook(meet_weight)))
-        attach(model, self)
+        attach(model, self, mixins)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is an ordinary module without an engine."""
@@ -208,7 +212,7 @@ class ZeroEngine:
         for unit in units:
             whole.update(gather_states(unit.buffers, self.bindings))
         for unit in units:
-            plan = UnitPlan(unit.name, dict(unit.named_parameters()))
+            plan = UnitPlan(unit.name, dict(unit.named_parameters()), persistent=not unit.sharded)
             for handle in self._watches.pop(unit):
                 handle.remove()
             unit.dissolve()
@@ -263,9 +267,13 @@ class ZeroEngine:
         try:
             (loss if self.scaler is None else loss * self.scaler.scale).backward(**kwargs)
         except BaseException as error:
-            self.schedule.abort()
+            self.abort()
             guard.raise_if_released(error)
             raise
+
+    def abort(self) -> None:
+        """Forget a pass that an exception has cut off."""
+        self.schedule.abort()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -289,8 +297,7 @@ class ZeroEngine:
             handle.remove()
         for unit in self.units:
             unit.dissolve()
-        if self.comm.watchdog is not None:
-            self.comm.watchdog.stop()
+        self.comm.close()
         detach(self.model)
 
     def zero_grad(self) -> None:
@@ -369,12 +376,9 @@ class ZeroEngine:
                 unit.restore()
             else:
                 unit.begin_refresh()
-        if self.comm.reads_peers(self.device):
-            # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.
-            for unit in self.units:
-                if not unit.sharded:
-                    unit.unshard()
-            self.comm.fence()
+        # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.
+        self.comm.drain(work for unit in self.units if not unit.sharded for work in unit.works)
+        self.comm.fence()
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

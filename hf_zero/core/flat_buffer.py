@@ -8,25 +8,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import UNTAGGED, Tag, Work
 from hf_zero.core import deferred, guard
+from hf_zero.core.heap import heap
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
-from hf_zero.core.placement import Placement, Placements
-from hf_zero.lazy_init.replay import heap
+from hf_zero.core.placement import MOVES, Move, Placement, Placements
 
 
 class FlatBuffer:
-    """Parameters of one dtype and one `requires_grad`, lying end to end in the storage of `full`.
+    """Parameters of one dtype and one `requires_grad`, lying end to end in the storage of `unsharded`.
 
-    Every parameter is a view of `full`, forever: autograd saves views of the same storage, so unsharding must bring
-    the values back to the place where forward saw them. Released means that the storage has zero bytes; the views
-    keep their shapes.
+    Every parameter is a view of `unsharded`, forever: autograd saves views of the same storage, so unsharding must
+    bring the values back to the place where forward saw them. Released means that the storage has zero bytes; the
+    views keep their shapes.
 
     At rest a rank keeps `[begin, end)` of the range: in fp32 masters where the parameters are trained
-    (`shards`), in `frozen_shard` where they are frozen and sharded, and nowhere but in `full` where they are frozen and
-    replicated.
+    (`master_shards`), in `frozen_shard` where they are frozen and sharded, and nowhere but in `unsharded` where they
+    are frozen and replicated.
+
+    The constructor only lays out; `distribute` takes the values over, on all ranks.
     """
 
     def __init__(
@@ -37,29 +39,37 @@ class FlatBuffer:
         dtype: torch.dtype,
         trainable: bool,
         placements: Placements,
-        comm: Communicator,
+        mesh: Mesh,
         device: torch.device,
         rest_dtype: torch.dtype | None = None,
         tag: Tag = UNTAGGED,
     ) -> None:
         self.tag = tag
         self.names, self.params = list(names), list(params)
-        self.dtype, self.trainable, self.comm = dtype, trainable, comm
+        self.dtype, self.trainable = dtype, trainable
+        self.mesh, self.comm, self.device = mesh, mesh.world, device
         self.sharded = placements.parameter is Placement.SHARDED
-        self.layout = FlatLayout([p.shape for p in params], comm.world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
-        owns_slice = (placements.optimizer if trainable else placements.parameter) is Placement.SHARDED
-        self.owns_slice = owns_slice
-        self.begin, self.end = self.layout.slice_bounds(comm.rank) if owns_slice else (0, self.layout.padded_numel)
+        self.at_rest = placements.at_rest(trainable)  # how the exact values are placed
+        self.layout = FlatLayout(
+            [p.shape for p in params], mesh.topology.shards, max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        )
+        self.begin, self.end = 0, self.layout.padded_numel
+        if self.owns_slice:
+            self.begin, self.end = self.layout.slice_bounds(mesh.topology.slice_of(mesh.topology.rank))
         self.master_shards: list[MasterShard] = []
         self.frozen_shard: Tensor | None = None
+        self._rest_dtype = rest_dtype or dtype
         self._versions: list[int] = []
         self.original_dtype = params[0].dtype
-        self._absorb(device, rest_dtype or dtype)
 
     # -- construction -------------------------------------------------------------------------------------------
 
-    def _absorb(self, device: torch.device, rest_dtype: torch.dtype) -> None:
-        """Take over the values of the parameters, as they are on rank 0, and make the parameters views."""
+    def distribute(self) -> None:
+        """Take over the values of the parameters, as they are on rank 0, and make the parameters views; a collective.
+
+        No collective where every parameter is sharded and can be read in slices.
+        """
+        device = self.device
         sources = [deferred.take(param) for param in self.params]
         if self.sharded and None not in sources:
             owned = self._read_slice(sources, device)
@@ -75,10 +85,10 @@ class FlatBuffer:
             owned = values[self.begin : self.end]
             self.unsharded = values.to(self.dtype)
         if self.trainable:
-            self.master_shards = [MasterShard(0, owned.numel(), self.master_dtype, device)]
+            self.master_shards = [self.new_master(0, owned.numel())]
             self.master_shards[0].values.copy_(owned)
         elif self.sharded:
-            self.frozen_shard = owned.to(rest_dtype, copy=True)
+            self.frozen_shard = owned.to(self._rest_dtype, copy=True)
         freed = owned.nbytes
         del owned
         self._point_parameters()
@@ -93,6 +103,10 @@ class FlatBuffer:
             sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
         return owned
 
+    def new_master(self, start: int, stop: int) -> MasterShard:
+        """A master of zeros for elements [start, stop), counted from `begin`."""
+        return MasterShard(self.layout, self.begin, start, stop, self.master_dtype, self.device)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
         layout = self.layout
@@ -103,6 +117,11 @@ class FlatBuffer:
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view)
         self._note_versions()
+
+    @property
+    def owns_slice(self) -> bool:
+        """Whether what rests here is one slice of it; otherwise every rank keeps the same."""
+        return self.at_rest is Placement.SHARDED
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -120,7 +139,7 @@ class FlatBuffer:
 
     @property
     def local_slice(self) -> Tensor:
-        """This rank's part of `full`."""
+        """This rank's part of `unsharded`."""
         return self.unsharded[self.begin : self.end]
 
     def release(self) -> None:
@@ -134,7 +153,7 @@ class FlatBuffer:
         valid: freeing their bytes would crash the process at the next read.
         """
         with torch.inference_mode(False):  # an inference tensor could not be trained afterwards
-            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.unsharded.device)
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
             self._point_parameters()
         self.release()
 
@@ -148,7 +167,7 @@ class FlatBuffer:
             or torch.promote_types(sample.dtype, self.master_dtype) != self.master_dtype
         ):
             raise ValueError(
-                f"cannot make a prepared parameter of {self.dtype} on {self.unsharded.device} one of {sample.dtype} on "
+                f"cannot make a prepared parameter of {self.dtype} on {self.device} one of {sample.dtype} on "
                 f"{sample.device}: hf_zero owns its storage, and its master is one of {self.master_dtype}. Convert or "
                 "move the model before it is prepared"
             )
@@ -171,7 +190,7 @@ class FlatBuffer:
         """Give each parameter a tensor of its own, in the dtype it came with; a collective."""
         if self.local_shard() and self.original_dtype != self.dtype:
             self.dtype = self.original_dtype
-            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.unsharded.device)
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
             self.gather().wait()
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view.clone())
@@ -185,7 +204,7 @@ class FlatBuffer:
         return [(shard.start, shard.stop, shard.values) for shard in self.master_shards]
 
     def gather(self) -> Work:
-        """Bring `full` up to date from what every rank keeps at rest (sharded or changed by a step)."""
+        """Bring `unsharded` up to date from what every rank keeps at rest (sharded or changed by a step)."""
         if not self.layout.padded_numel:  # nothing but parameters of no elements
             return Work()
         rest = self.local_shard()
@@ -195,15 +214,15 @@ class FlatBuffer:
                 own.copy_(rest[0][2])
             else:
                 torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
-        if self.owns_slice:
+        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
             # A replicated buffer keeps what it has sent: whoever changes it settles first.
             kept = [values for _, _, values in rest] if self.sharded else [own]
-            return self.comm.all_gather(self.unsharded, self.tag, kept)
+            return self.mesh.gather(self.unsharded, self.tag, kept)
         return Work()
 
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds in shards (None: zeros); a collective."""
-        flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
+        flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.device)
         self.gather_into(flat, values)
         return self.views(flat)
 
@@ -213,30 +232,31 @@ class FlatBuffer:
         for shard, value in zip(self.master_shards, values, strict=True):
             if value is not None:
                 own[shard.start : shard.stop] = value
-        if self.owns_slice:
-            self.comm.all_gather(flat, self.tag).wait()
+        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
+            self.mesh.gather(flat, self.tag, ()).wait()
 
     def write_grads(self, values: Mapping[int, Tensor]) -> None:
         """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
         for shard in self.master_shards:
-            begin = self.begin + shard.start
-            for span in self.layout.spans(begin, self.begin + shard.stop):
+            for span in shard.spans():
                 if span.index in values:
                     shard.set_grad(span.offset, values[span.index][span.start : span.start + span.numel])
 
     @property
     def reduces_parts(self) -> bool:
         """Whether `reduce` takes gradients from where they are (else one flat tensor)."""
-        return (self.owns_slice or self.comm.world_size == 1) and self.comm.takes_parts(self.unsharded.device)
+        scatters = MOVES[Placement.PARTIAL, self.at_rest] is Move.REDUCE_SCATTER
+        return self.comm.takes_parts and (scatters or not self.comm.shares)
 
     def reduce(self, parts: Sequence[Tensor], scale: float) -> Work:
         """Add `scale` times the mean over ranks to the gradients of the masters, once it is waited for.
 
-        `parts` are unreduced gradients, flat and end to end as the parameters are in `full`.
+        `parts` are unreduced gradients, flat and end to end as the parameters are in `unsharded`.
         """
         if not self.layout.padded_numel:
             return Work()
-        move = self.comm.reduce_scatter if self.owns_slice else self.comm.all_reduce
+        scatters = MOVES[Placement.PARTIAL, self.at_rest] is Move.REDUCE_SCATTER
+        move = self.mesh.scatter if scatters else self.mesh.reduce
         return move(parts, functools.partial(self._accumulate, scale / self.comm.world_size), self.tag)
 
     def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
@@ -260,12 +280,12 @@ class FlatBuffer:
         return changed
 
     def adopt_writes(self) -> None:
-        """Carry values that the user wrote into `full` over to what this rank keeps at rest.
+        """Carry values that the user wrote into `unsharded` over to what this rank keeps at rest.
 
         Only elements that differ from the cast of the master change, so reading costs a master no precision.
         """
         own = self.local_slice
-        self.comm.fence(self.tag)
+        self.mesh.fence(self.tag)
         with torch.no_grad():
             for start, stop, values in self.local_shard():
                 seen = own[start:stop]

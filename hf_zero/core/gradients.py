@@ -43,7 +43,7 @@ class GradientBuffer:
         self.present: set[int] = set()  # parameters with a gradient in the masters; the same on every rank
         self._whole: WholeGradients | None = None  # see [Note: whole gradients]
         self._outdated: list[WholeGradients] = []
-        self._pending: Work | None = None
+        self._work: Work | None = None
 
     @property
     def held(self) -> list[Tensor]:
@@ -86,22 +86,19 @@ class GradientBuffer:
         if self._flat is None:
             make = torch.zeros if layout.has_padding else torch.empty
             self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-            self._rooms = self._flat.split_with_sizes(layout.extents)
-        return self._room(index).copy_(grad.reshape(-1))
+            rooms = zip(self._flat.split_with_sizes(layout.extents), layout.numels, strict=True)
+            self._rooms = [room if room.numel() == numel else room[:numel] for room, numel in rooms]
+        return self._rooms[index].copy_(grad.reshape(-1))
 
     def _copy(self, grad: Tensor) -> Tensor:
         return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
-
-    def _room(self, index: int) -> Tensor:
-        room, numel = self._rooms[index], self.buffer.layout.numels[index]
-        return room if room.numel() == numel else room[:numel]
 
     def begin_reduce(self) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
         self.finish_reduce()
         self.outdate_whole()
         self.present |= self._all
-        self._pending = self.buffer.reduce(self._parts(), self._unscale)
+        self._work = self.buffer.reduce(self._parts(), self._unscale)
         self.drop()
 
     @property
@@ -116,7 +113,7 @@ class GradientBuffer:
         layout = self.buffer.layout
         if self._flat is not None:
             for index in set(range(len(layout.shapes))) - self._sums.keys():
-                self._room(index).zero_()
+                self._rooms[index].zero_()
             return [self._flat]
         parts, at = [], 0
         found = [(layout.offsets[index], self._sums[index]) for index in sorted(self._sums)]
@@ -129,15 +126,15 @@ class GradientBuffer:
         return parts
 
     @property
-    def reduces_beside(self) -> bool:
-        """Whether a reduction is under way that goes on by itself."""
-        return self._pending is not None and self._pending.beside
+    def is_reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._work is not None
 
     def finish_reduce(self) -> None:
         """Wait for a reduction under way, whose result is added to the gradients of the masters."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     # -- whole gradients, for people (see [Note: whole gradients]) -------------------------------------------------
 
@@ -243,8 +240,7 @@ class GradientBuffer:
         if len(self.used) == len(self.buffer.params):
             return
         for shard in self.buffer.master_shards:
-            begin = self.buffer.begin + shard.start
-            for span in self.buffer.layout.spans(begin, self.buffer.begin + shard.stop):
+            for span in shard.spans():
                 if span.index not in self.used:
                     yield shard, span.offset, span.offset + span.numel
 

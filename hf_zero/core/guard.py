@@ -46,8 +46,8 @@ def _getters(names: str) -> set:
     return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
 
 
-def _functions(owner: object, names: str) -> set:
-    return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
+def _functions(module: object, names: str) -> set:
+    return {getattr(module, name) for name in names.split() if hasattr(module, name)}
 
 
 # What can be answered without the values.

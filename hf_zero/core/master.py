@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from hf_zero.core.layout import FlatLayout, Span
+
 
 class MasterShard:
     """Elements [start, stop) of what a rank owns of one buffer, all of one optimizer group, in fp32 (or fp64).
@@ -15,8 +17,11 @@ class MasterShard:
     until `zero_grad`: gradients take their memory as backward proceeds, and not all at its beginning.
     """
 
-    def __init__(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: FlatLayout, begin: int, start: int, stop: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.start, self.stop = start, stop
+        self._layout, self._begin = layout, begin
         self.weight = torch.zeros(stop - start, dtype=dtype, device=device).requires_grad_()
         self._written = False  # `weight.grad` holds the sum of a whole reduction at least
 
@@ -27,6 +32,10 @@ class MasterShard:
     @property
     def values(self) -> Tensor:
         return self.weight.detach()
+
+    def spans(self) -> Iterator[Span]:
+        """The parts of parameters that lie in it; `Span.offset` counts from `start`."""
+        return self._layout.spans(self._begin + self.start, self._begin + self.stop)
 
     def add_grad(self, at: int, values: Tensor, scale: float) -> None:
         """Add `scale * values` to the gradient of the elements from `at` on.
@@ -55,8 +64,8 @@ class SkippedParams:
     """Keeps an optimizer step from changing parameters that got no gradient at all, as torch skips a `grad` of None.
 
     A flat tensor cannot leave elements out of a step (weight decay and momentum would move them), so their weights and
-    state are put aside before it and put back after it; state that the step has made anew is cleared. The step count
-    is that of all. Whether another rank sent a gradient is left to the device, for which the host need not wait.
+    state are saved before it and restored after it; state that the step has made anew is cleared. The step count is
+    that of all. Whether another rank sent a gradient is left to the device, for which the host need not wait.
     """
 
     def __init__(self) -> None:

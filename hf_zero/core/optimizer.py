@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,32 @@ WholeStates = dict[nn.Parameter, dict[str, object]]
 _WEIGHT = "weight"
 
 
+class OptimizerOwner(Protocol):
+    """What an adopted optimizer asks of the engine whose masters it steps."""
+
+    def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget what its masters do not show."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
+        """What `state_dict()` answers."""
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """What `load_state_dict()` does."""
+
+    def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """A group was added."""
+
+    def before_rewrite(self) -> None:
+        """The optimizer is about to rewrite the masters outside of a step."""
+
+    def after_load(self) -> None:
+        """The masters have changed."""
+
+
 class ZeroOptimizerMixin:
     """Added to the class of an adopted optimizer: it steps masters, and the engine holds gradients it does not see."""
+
+    _zero_owner: OptimizerOwner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -94,9 +119,15 @@ class Binding:
 
 
 def adopt(
-    optimizer: torch.optim.Optimizer, owner: object, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    owner: OptimizerOwner,
+    home: dict[nn.Parameter, FlatBuffer],
+    bound: set[nn.Parameter],
 ) -> tuple[Binding, WholeStates]:
-    """Make `optimizer` one that steps masters; `rebuild_masters` gives them to it. Raises ValueError where it cannot be one."""
+    """Make `optimizer` one that steps masters, which `rebuild_masters` gives to it.
+
+    Raises ValueError where it cannot be one.
+    """
     check_elementwise(optimizer)
     binding = Binding(optimizer)
     states = binding.take_new_groups(home, bound)
@@ -165,7 +196,7 @@ def rebuild_masters(bindings: list[Binding], buffers: Iterable[FlatBuffer], whol
         own = [labels.get(param) for param in buffer.params]
         shards = []
         for label, start, stop in buffer.layout.runs(buffer.begin, buffer.end, own):
-            shard = MasterShard(start, stop, buffer.master_dtype, buffer.unsharded.device)
+            shard = buffer.new_master(start, stop)
             state: dict[str, object] = {}
             _fill_from_shards(buffer, shard, state, old_states)
             _fill_from_whole(buffer, shard, state, whole, scalars)
@@ -174,7 +205,7 @@ def rebuild_masters(bindings: list[Binding], buffers: Iterable[FlatBuffer], whol
             members[label].append(shard)
         buffer.master_shards = shards
         for label in set(own) - members.keys():  # a rank that owns nothing of a group has an empty tensor for it
-            members[label].append(MasterShard(0, 0, buffer.master_dtype, buffer.unsharded.device))
+            members[label].append(buffer.new_master(0, 0))
     for b, binding in enumerate(bindings):
         binding.optimizer.state = defaultdict(dict)
         for g, group in enumerate(binding.optimizer.param_groups[: len(binding.groups)]):
@@ -213,8 +244,7 @@ def _fill_from_shards(buffer: FlatBuffer, shard: MasterShard, state: dict, old_s
 def _fill_from_whole(
     buffer: FlatBuffer, shard: MasterShard, state: dict, whole: WholeStates, scalars: set[str]
 ) -> None:
-    begin = buffer.begin + shard.start
-    spans = list(buffer.layout.spans(begin, buffer.begin + shard.stop))
+    spans = list(shard.spans())
     if not spans:  # padding only, which belongs to the last parameter's group
         spans = [Span(index=len(buffer.params) - 1, start=0, offset=0, numel=0)]
     for span in spans:

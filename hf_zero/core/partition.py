@@ -19,6 +19,7 @@ class UnitPlan:
 
     name: str
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    persistent: bool = False  # its parameters stay whole on every rank, also at stage 3
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ def partition(
     tail = _tail(model, blocks, embeddings)
 
     owner: dict[nn.Parameter, UnitPlan] = {}
-    whole = UnitPlan(PERSISTENT)
+    whole = UnitPlan(PERSISTENT, persistent=True)
     for param_name, param in model.named_parameters():
         if persistent is not None and persistent(param):
             owner[param] = whole

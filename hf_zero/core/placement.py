@@ -1,8 +1,8 @@
-"""Says where parameters, gradients and optimizer state rest at each ZeRO stage: one row of a table per stage."""
+"""Which ranks keep parameters, gradients and optimizer state at each ZeRO stage, and the moves between placements."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -14,6 +14,24 @@ class Placement(Enum):
     SHARDED = "sharded"  # every rank holds one contiguous slice
 
 
+class Move(Enum):
+    """What brings a tensor from one placement to another."""
+
+    STAY = "nothing is sent"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+
+
+# (from, to): the pair of placements picks the move.
+MOVES: dict[tuple[Placement, Placement], Move] = {
+    (Placement.REPLICATED, Placement.REPLICATED): Move.STAY,
+    (Placement.SHARDED, Placement.REPLICATED): Move.ALL_GATHER,
+    (Placement.PARTIAL, Placement.SHARDED): Move.REDUCE_SCATTER,
+    (Placement.PARTIAL, Placement.REPLICATED): Move.ALL_REDUCE,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placements:
     """One row of the stage table (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5)."""
@@ -21,6 +39,14 @@ class Placements:
     parameter: Placement
     gradient: Placement
     optimizer: Placement
+
+    def with_whole_parameters(self) -> Placements:
+        """The same row for parameters that stay whole on every rank."""
+        return replace(self, parameter=Placement.REPLICATED)
+
+    def at_rest(self, trainable: bool) -> Placement:
+        """How the exact values rest: those of trained parameters with the optimizer, frozen ones as parameters."""
+        return self.optimizer if trainable else self.parameter
 
 
 STAGES: dict[int, Placements] = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.model_folder import ZeroPretrainedMixin
 from hf_zero.core.build import WHOLE_MODEL_COMPILED
 from hf_zero.core.hooks import drop_placeholders
 from hf_zero.core.precision import Precision, widen
@@ -91,12 +90,12 @@ class ZeroGenerationMixin:
             return super().generate(*args, **kwargs)
 
 
-def attach(model: nn.Module, engine: ModelEngine) -> None:
-    """Make `model` a prepared one."""
+def attach(model: nn.Module, engine: ModelEngine, mixins: Sequence[type] = ()) -> None:
+    """Make `model` a prepared one, whose class also has `mixins` (what layers above override of its methods)."""
     base = type(model)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    special = {"save_pretrained": ZeroPretrainedMixin, "generate": ZeroGenerationMixin}
-    mixins = [mixin for method, mixin in special.items() if hasattr(base, method)]
+    if hasattr(base, "generate"):
+        mixins = [*mixins, ZeroGenerationMixin]
     model.__dict__["_zero_engine"] = engine
     model.__class__ = type(base.__name__, (*mixins, ZeroModuleMixin, base), names)
 

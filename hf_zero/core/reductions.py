@@ -41,10 +41,8 @@ class Reductions:
         gradient.begin_reduce()
         self._under_way.append(gradient)
         self._numel += gradient.numel
-        # The newest goes on, of whatever size. What does not go on by itself is finished at once: that frees what it
-        # holds.
-        room = self._room if gradient.reduces_beside else 0
-        while self._numel > room and len(self._under_way) > (1 if room else 0):
+        # The newest goes on, of whatever size.
+        while self._numel > self._room and len(self._under_way) > (1 if self._room else 0):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -122,7 +122,7 @@ def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:
         buffer = gradient.buffer
         for shard in buffer.master_shards:
             grad = shard.weight.grad
-            for span in buffer.layout.spans(buffer.begin + shard.start, buffer.begin + shard.stop):
+            for span in shard.spans():
                 if grad is not None and not grad[span.offset : span.offset + span.numel].isfinite().all():
                     return order, span.index, buffer.names[span.index]
     return None

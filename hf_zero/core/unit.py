@@ -76,7 +76,7 @@ class Unit:
         self.pins = 0  # gathered_parameters() scopes that are open
         self.accessed = False  # read from outside its module: stays until the end of backward
         self._touched = False  # `.data` was handed out since the last look for writes
-        self._pending: list[Work] = []
+        self.works: list[Work] = []
         self.outdated = False  # a parameter that was frozen is to be trained
         self.listener, self._unsharded = listener, unsharded
         guard.attach(self.params, self)
@@ -103,7 +103,7 @@ class Unit:
                 for buffer in self.buffers:
                     buffer.release()
                 raise
-            self._pending = [buffer.gather() for buffer in self.buffers]
+            self.works = [buffer.gather() for buffer in self.buffers]
             self._unsharded.numel += self.numel
             self.state = UnitState.GATHERING
 
@@ -111,9 +111,9 @@ class Unit:
         """Make the values available; a collective, unless it was begun before."""
         self.begin_unshard()
         if self.state is UnitState.GATHERING:
-            for pending in self._pending:
+            for pending in self.works:
                 pending.wait()
-            self._pending.clear()
+            self.works.clear()
             self.state = UnitState.READY
             guard.unlock(self.params)
 
@@ -140,7 +140,7 @@ class Unit:
         self.unshard()
         buffers = [buffer for buffer in self.buffers if buffer.trainable]
         if buffers:
-            self._pending = [buffer.gather() for buffer in buffers]
+            self.works = [buffer.gather() for buffer in buffers]
             self.state = UnitState.GATHERING
             guard.lock(self.params)
 
@@ -276,7 +276,7 @@ class Unit:
         for buffer in self.buffers:
             if buffer.local_shard():
                 buffer.gather().wait()
-                buffer.comm.fence(buffer.tag)
+                buffer.mesh.fence(buffer.tag)
 
 
 def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:

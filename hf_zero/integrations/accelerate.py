@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint import saving
 from hf_zero.checkpoint.background import BackgroundSaves
+from hf_zero.checkpoint.model_folder import mixins_for
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import (
     Claim,
@@ -238,7 +239,14 @@ class ZeroAccelerator(Accelerator):
             self._models.remove(model)
         model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
         if not stays_whole:
-            engine = ZeroEngine(model, config, device=self.device, trainable=not evaluation_mode, scaler=self._scaler)
+            engine = ZeroEngine(
+                model,
+                config,
+                device=self.device,
+                trainable=not evaluation_mode,
+                scaler=self._scaler,
+                mixins=mixins_for(model),
+            )
             self._scaler = self._scaler or engine.scaler  # a loss may reach several models: they share one scale
             if shards_weights:
                 _keep_in_lockstep(model)
@@ -280,7 +288,7 @@ class ZeroAccelerator(Accelerator):
             (loss * scale / self.gradient_accumulation_steps).backward(**kwargs)
         except BaseException as error:
             for engine in self._engines():
-                engine.schedule.abort()
+                engine.abort()
             guard.raise_if_released(error)
             raise
 

@@ -148,9 +148,9 @@ class ZeroStepReport(TrainerCallback):
             self._tokens = 0
             self._before = {
                 "start": self._now(engine),
-                "sent": engine.comm.bytes_sent.total(),
-                "gather": engine.comm.waited["all-gather"],
-                "reduce": engine.comm.waited["reduce-scatter"] + engine.comm.waited["all-reduce"],
+                "sent": engine.comm.traffic.bytes_sent.total(),
+                "gather": engine.comm.traffic.waited["all-gather"],
+                "reduce": engine.comm.traffic.waited["reduce-scatter"] + engine.comm.traffic.waited["all-reduce"],
             }
 
     def on_pre_optimizer_step(
@@ -174,7 +174,7 @@ class ZeroStepReport(TrainerCallback):
         engine = engine_of(kwargs["model"])
         if engine is None or "stepped" not in self._before:
             return
-        before, waited = self._before, engine.comm.waited
+        before, waited = self._before, engine.comm.traffic.waited
         skipped = engine.step_was_skipped
         self.skipped_steps += skipped
         self._window.update(
@@ -182,7 +182,7 @@ class ZeroStepReport(TrainerCallback):
             skipped=int(skipped),
             seconds=self._now(engine) - before["start"],
             tokens=self._tokens,
-            sent=engine.comm.bytes_sent.total() - before["sent"],
+            sent=engine.comm.traffic.bytes_sent.total() - before["sent"],
             gather=waited["all-gather"] - before["gather"],
             reduce=waited["reduce-scatter"] + waited["all-reduce"] - before["reduce"],
             optimizer=before["stepped"] - before["optimizer"],

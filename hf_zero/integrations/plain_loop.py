@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.checkpoint.model_folder import mixins_for
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
 from hf_zero.integrations.plain_checkpoints import LoopEngine
@@ -40,7 +41,7 @@ def shard(
     """
     resolved = config if isinstance(config, ZeroConfig) else ZeroConfig.from_any(config or {})
     _check_joined()
-    engine = LoopEngine(model, resolved, group=group, device=device)
+    engine = LoopEngine(model, resolved, group=group, device=device, mixins=mixins_for(model))
     if engine.comm.world_size == 1 and resolved.zero_stage > 0:
         logger.warning(lone_process(resolved.zero_stage))
     if optimizer is not None:

@@ -138,7 +138,7 @@ class ZeroCheckpointMixin:
         elif isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             folder = Path(resume_from_checkpoint)
-            on_all_ranks(Communicator(peer_memory=False), lambda: _check_given(folder))
+            on_all_ranks(Communicator.connect(peer_memory=False), lambda: _check_given(folder))
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
@@ -223,7 +223,7 @@ def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, i
     many), which tensors it reads: its own rank's, or those of its node, where each has a folder of its own. Raises
     ZeroCheckpointError where there is none.
     """
-    comm = Communicator(peer_memory=False)
+    comm = Communicator.connect(peer_memory=False)
     found: list[int] = []
     on_all_ranks(comm, lambda: commit.finish_run(run_folder) if is_main else None)
     on_all_ranks(comm, lambda: found.extend(commit.steps_in(run_folder)))

@@ -127,7 +127,7 @@ class ZeroSyncRefModelCallback(SyncRefModelCallback):
         if policy is None or reference is None:
             SyncRefModelCallback.sync_target_model(model, target_model, alpha)
             return
-        reference.schedule.reshard_all()
+        reference.before_load()
         for mine, theirs in zip(policy.units, reference.units, strict=True):
             if [buffer.names for buffer in mine.buffers] == [buffer.names for buffer in theirs.buffers]:
                 _mix_shards(mine, theirs, alpha)

@@ -16,7 +16,7 @@ from hf_zero.errors import ZeroConfigError, ZeroError, ZeroLaunchError
 
 TRACEBACK_VARIABLE = "HF_ZERO_TRACEBACK"
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 _BUGS = (LookupError, TypeError, AttributeError, AssertionError, NameError, ArithmeticError)
 _PRINT_S = 60.0  # how long a rank waits for another one to print what both have to say

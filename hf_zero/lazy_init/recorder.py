@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_zero.core import deferred
-from hf_zero.lazy_init.replay import Place, Replay, Step, bytes_of, generator_of, heap, repeat
+from hf_zero.core.heap import heap
+from hf_zero.lazy_init.replay import Place, Replay, Step, bytes_of, generator_of, repeat
 
 
 _aten = torch.ops.aten

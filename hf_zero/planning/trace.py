@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import ZeroEngine
-from hf_zero.planning.communicator import PlannedCommunicator
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
 from hf_zero.tools.memory import tensors_by_category
@@ -151,7 +151,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
     """
     _set_checkpointing(model, scenario.checkpointing)
     meter = StorageMeter(elsewhere=OPTIMIZER_CATEGORIES)
-    comm = PlannedCommunicator(
+    comm = Communicator.imagine(
         scenario.world_size,
         scenario.backend,
         deterministic=scenario.config.deterministic_reduce,
@@ -172,7 +172,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
         reason = str(error).strip().splitlines()[0][:160]
         raise PlanError(f"{type(model).__name__} cannot be traced without values: {reason}") from error
     finally:
-        engine.schedule.abort()
+        engine.abort()
         engine.undo()
 
 
@@ -210,14 +210,14 @@ def _train(
         batch = {k: v.to(engine.precision.dtype) if v.is_floating_point() else v for k, v in batch.items()}
     for _ in range(_STEPS):
         meter.reset_peak()
-        engine.comm.calls.clear()
-        engine.comm.bytes_sent.clear()
+        engine.comm.traffic.clear()
         for micro in range(scenario.accumulation):
-            engine.schedule.sync = micro == scenario.accumulation - 1
-            loss = _loss(model, batch)
-            activations = meter.live[ACTIVATIONS] + meter.live["logits"]
-            engine.backward(loss)
-            del loss
+            last = micro == scenario.accumulation - 1
+            with contextlib.nullcontext() if last else engine.no_sync():
+                loss = _loss(model, batch)
+                activations = meter.live[ACTIVATIONS] + meter.live["logits"]
+                engine.backward(loss)
+                del loss
             _label_states(meter, engine)
         gradients = meter.live["gradients"]
         optimizer.step()
@@ -236,8 +236,8 @@ def _train(
         resident=resident,
         peak={name: count for name, count in meter.peak.live.items() if count},
         peak_without_optimizer={name: count for name, count in meter.peak_without.live.items() if count},
-        sent=dict(engine.comm.bytes_sent),
-        calls=dict(engine.comm.calls),
+        sent=dict(engine.comm.traffic.bytes_sent),
+        calls=dict(engine.comm.traffic.calls),
         largest_unit=max(
             sum(b.unsharded.numel() * b.unsharded.itemsize for b in unit.buffers) for unit in engine.units
         ),

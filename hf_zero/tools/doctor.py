@@ -225,7 +225,7 @@ def _one_rank(rank: int, world_size: int) -> int:
     if on_gpu:
         torch.cuda.set_device(device)
     join("nccl" if on_gpu else "gloo", Path(os.environ["HF_ZERO_DOCTOR_FOLDER"]) / "store", rank, world_size)
-    comm = Communicator()
+    comm = Communicator.connect()
     numel = 1 << 20
     began = time.perf_counter()
     flat = torch.full((world_size * numel,), float(rank), device=device)
@@ -241,8 +241,8 @@ def _one_rank(rank: int, world_size: int) -> int:
     comm.all_reduce([torch.ones(4, device=device)], functools.partial(add_up, "all-reduce")).wait()
     assert sums == {"reduce-scatter": world_size * numel, "all-reduce": 4 * world_size}, f"wrong sums: {sums}"
     comm.barrier()
-    rate = sum(comm.bytes_sent.values()) / (time.perf_counter() - began) / 1e9
-    how = "read from each other's memory" if comm.reads_peers(device) else f"sent by each through {comm.backend}"
+    rate = sum(comm.traffic.bytes_sent.values()) / (time.perf_counter() - began) / 1e9
+    how = f"moved by each, by {comm.transport_name}"
     print(f"{world_size} ranks: right values, {rate:.2f} GB/s {how}")
     return 0
 

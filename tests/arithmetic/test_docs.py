@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from hf_zero.core.placement import STAGES
-from tests.arithmetic.test_layers import FLOORS
+from tests.arithmetic.test_layers import LAYERS
 from tests.support import zoo
 from tests.support.harness import distributed
 
@@ -28,13 +28,13 @@ def rows(title):
 
 def test_every_file_has_a_line_in_its_layer():
     named = {re.sub(r"`|\.py|/", "", file): int(layer) for layer, file, _ in rows("Layers")}
-    assert named == {name: floor for name, floor in FLOORS.items() if name != "__init__"}
+    assert named == {name: layer for name, layer in LAYERS.items() if name != "__init__"}
 
 
 def test_every_file_is_in_its_layer_in_readme():
     lines = re.findall(r"^\| (\d) \| (`.*?`) \| ", (DOCS.parent / "README.md").read_text(), re.MULTILINE)
     named = {file: int(layer) for layer, files in lines for file in re.findall(r"`(\w+)(?:\.py|/)`", files)}
-    assert named == {name: layer for name, layer in FLOORS.items() if name != "__init__"}
+    assert named == {name: layer for name, layer in LAYERS.items() if name != "__init__"}
 
 
 def test_the_placement_table_is_the_one_of_the_code():

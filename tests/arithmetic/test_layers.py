@@ -248,7 +248,7 @@ def test_each_fault_is_found(tmp_path, path, source, faults, words):
     package = tmp_path / "hf_zero"
     for name in ("comm", "core", "config"):
         (package / name).mkdir(parents=True)
-    names = "__init__ comm/__init__ comm/work core/__init__ core/engine core/gradients core/unit".split()
+    names = ["__init__", "comm/__init__", "comm/work", "core/__init__", "core/engine", "core/gradients", "core/unit"]
     for name in names:
         (package / f"{name}.py").write_text("")
     (package / "config" / "__init__.py").write_text("")

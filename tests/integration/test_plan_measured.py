@@ -72,13 +72,13 @@ def check(name, stage, precision="no", checkpointing=False, accumulation=1):
 
     for _ in range(2):
         step()
-    engine.comm.bytes_sent.clear()
+    engine.comm.traffic.clear()
     with measure_peak(model) as peak:
         step()
     report = memory_report(model)
     near(report.state_bytes, plan.resident_bytes, 0.01, "at rest")
     near(peak.value, plan.peak_bytes, 0.10, "peak")
-    sent = {kind: count for kind, count in engine.comm.bytes_sent.items() if kind != "scalars"}
+    sent = {kind: count for kind, count in engine.comm.traffic.bytes_sent.items() if kind != "scalars"}
     assert sent == {kind: count for kind, count in plan.sent.items() if kind != "scalars"}, (sent, plan.sent)
 
 

@@ -57,7 +57,7 @@ def no_space(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-FAILURES = {"tensors": (os, "pwrite"), "schedule": (torch, "save"), "marker": (committed, "write_marker")}
+FAILURES = {"tensors": (os, "pwrite"), "schedule": (torch, "save"), "marker": (commit, "write_marker")}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

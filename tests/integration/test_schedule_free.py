@@ -133,10 +133,10 @@ def test_a_mode_that_holds_already_costs_nothing():
     accelerator, model, optimizer = _prepared(3)
     _train(accelerator, model, optimizer, 0, 1)
     comm = engine_of(model).comm
-    before = comm.calls.copy()
+    before = comm.traffic.calls.copy()
     for _ in range(3):
         optimizer.train()
-    assert comm.calls == before, comm.calls - before
+    assert comm.traffic.calls == before, comm.traffic.calls - before
 
 
 @distributed(world_size=2)

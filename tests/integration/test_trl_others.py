@@ -168,9 +168,9 @@ def _push(trainer):
 def test_push_to_vllm(tmp_path, stage):
     trainer = make_grpo(stage, tmp_path / "run", model=policy(num_hidden_layers=4), max_steps=1)
     trainer.train()
-    gathers = trainer.accelerator._engines()[0].comm.calls["all_gather"]
+    gathers = trainer.accelerator._engines()[0].comm.traffic.calls["all_gather"]
     receiver = _push(trainer)
-    gathers = trainer.accelerator._engines()[0].comm.calls["all_gather"] - gathers
+    gathers = trainer.accelerator._engines()[0].comm.traffic.calls["all_gather"] - gathers
     expected = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
         assert receiver.received.keys() == expected.keys() and receiver.resets == 1

@@ -59,7 +59,7 @@ def launch(tmp_path):
 def test_what_all_ranks_fail_with_is_printed_once(launch, what):
     output, status = launch(HF_ZERO, what)
     assert status == 2
-    assert output.count(f"hf_zero: dict: {KEY}") == 1, output
+    assert output.count(f"hf_zero: the configuration dict: {KEY}") == 1, output
     assert "script.py:12: hf_zero.ZeroConfig.from_any" in output
     assert "Traceback" not in output, output
     assert "exit status 2" in output
@@ -77,7 +77,7 @@ def test_under_torchrun_too(launch):
 def test_a_rank_that_fails_alone_is_heard(launch):
     output, status = launch(HF_ZERO, "alone")
     assert status in (1, 2)  # of the rank that failed first, or of the one that lost it
-    assert output.count(f"hf_zero: dict: {KEY}") == 1, output
+    assert output.count(f"hf_zero: the configuration dict: {KEY}") == 1, output
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.transport.nccl import Nccl
+from hf_zero.comm.work import Landing
 from hf_zero.core.flat_buffer import FlatBuffer
 from tests.support.harness import distributed
 
@@ -90,25 +92,59 @@ def test_a_slow_device_changes_nothing(move):
     assert torch.equal(train(3)[1], expected)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_nccl_with_one_process(delayed, tmp_path):
+class Late(Nccl):
+    """NCCL whose streams are busy with something else first, and whose results are poison until they are there."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self._other_work = torch.empty(64 * 2**20, device=self.device)
+
+    def _keep_busy(self, group):
+        dist.all_reduce(self._other_work, group=group, async_op=True)
+
+    def gather(self, flat, tag, shard):
+        self._keep_busy(self.group)
+        sent = flat.clone()
+        flat.fill_(float("nan"))
+        handle = dist.all_gather_into_tensor(flat, sent, group=self.group, async_op=True)
+        return Landing([handle], lambda sent=sent: None)
+
+    def reduce_scatter(self, flat, out, tag):
+        self._keep_busy(self.reduce_group)
+        out.fill_(float("nan"))
+        return super().reduce_scatter(flat, out, tag)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("transport", [Nccl, Late])
+def test_nccl_with_one_process(transport, stage, tmp_path, monkeypatch):
+    """One rank is enough for NCCL to run collectives on its own streams, if they are issued."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    release = FlatBuffer.release
+
+    def poison(buffer):
+        if buffer.unsharded.untyped_storage().nbytes():
+            buffer.unsharded.fill_(float("nan"))
+        release(buffer)
+
+    monkeypatch.setattr(FlatBuffer, "release", poison)
     try:
         device = torch.device("cuda", 0)
         ours, stock = build().to(device), build().to(device)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, stock)]
-        engine = hf_zero.shard(ours, optimizers[0], {"zero_stage": 3}, device=device)
+        comm = Communicator(transport(dist.group.WORLD))
+        engine = hf_zero.shard(ours, optimizers[0], {"zero_stage": stage}, group=comm, device=device)
         for step in range(3):
             ids = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(step)).to(device)
-            if delayed:
-                torch.cuda._sleep(2_000_000)
             for model, backward in ((ours, engine.backward), (stock, torch.Tensor.backward)):
                 backward(model(input_ids=ids, labels=ids).loss)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        assert comm.traffic.calls["all_gather"] and comm.traffic.calls["reduce_scatter"], "NCCL was not called"
+        with hf_zero.gathered_parameters(ours):
+            for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
     finally:
         dist.destroy_process_group()

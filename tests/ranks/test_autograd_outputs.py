@@ -138,11 +138,11 @@ def test_an_input_that_is_handed_on_unchanged_belongs_to_the_call_that_made_it()
     model = build()
     engine = hf_zero.shard(model, None, {"zero_stage": 3})
     for number in range(2):
-        engine.comm.calls.clear()
+        engine.comm.traffic.clear()
         micro(model, batches(0, number), engine.backward)
     in_forward = len(engine.units)
     again = [unit for unit in engine.units if unit.name != engine.units[-1].name]
-    assert engine.comm.calls["all_gather"] <= in_forward + len(again), engine.comm.calls
+    assert engine.comm.traffic.calls["all_gather"] <= in_forward + len(again), engine.comm.traffic.calls
 
 
 @distributed(world_size=2)

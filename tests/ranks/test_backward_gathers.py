@@ -139,11 +139,11 @@ def test_every_gather_of_backward_was_begun_before(make, loss, passes):
     model, optimizer, engine = prepare(make)
     for _ in range(2):
         step(model, optimizer, engine, loss)
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     in_forward, in_backward = step(model, optimizer, engine, loss)
     assert len(in_forward) <= passes and len(in_backward) <= passes - 1, (in_forward, in_backward)
     # Nothing is gathered for nothing: all units in forward, and in backward all but the embedding and the head (kept).
-    assert engine.comm.calls["all_gather"] == passes * (2 * DEPTH + 2), engine.comm.calls
+    assert engine.comm.traffic.calls["all_gather"] == passes * (2 * DEPTH + 2), engine.comm.traffic.calls
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -152,10 +152,10 @@ def test_what_is_recomputed_together_is_gathered_ahead(reentrant):
     model, optimizer, engine = prepare(functools.partial(Checkpointed, reentrant, 3))
     for _ in range(2):
         step(model, optimizer, engine, by_itself)
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     _, in_backward = step(model, optimizer, engine, by_itself)
     assert in_backward == ["layers.3", "layers.0"], in_backward  # where recomputation begins cannot be foreseen
-    assert engine.comm.calls["all_gather"] == 2 * DEPTH + 2, engine.comm.calls
+    assert engine.comm.traffic.calls["all_gather"] == 2 * DEPTH + 2, engine.comm.traffic.calls
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_a_gather_without_memory_for_all_buffers_is_not_begun():
     with pytest.raises(torch.OutOfMemoryError):
         unit.unshard()
     FlatBuffer.allocate = allocate
-    assert not engine.comm.calls["all_gather"], engine.comm.calls
+    assert not engine.comm.traffic.calls["all_gather"], engine.comm.traffic.calls
     assert [buffer.unsharded.untyped_storage().nbytes() for buffer in unit.buffers] == [0, 0]
     assert engine.schedule._unsharded.numel == 0
     unit.unshard()
-    assert engine.comm.calls["all_gather"] == 2, engine.comm.calls
+    assert engine.comm.traffic.calls["all_gather"] == 2, engine.comm.traffic.calls
     assert model.layers[0].weight.isfinite().all()

@@ -109,7 +109,7 @@ def recorded():
         (Unit, "begin_unshard"): lambda unit: unit.state is UnitState.RESTING and f"gather {unit.name}",
         (Unit, "unshard"): lambda unit: unit.state is UnitState.GATHERING and f"have {unit.name}",
         (GradientBuffer, "begin_reduce"): lambda gradient: f"reduce {gradient.buffer.tag.name}",
-        (GradientBuffer, "finish_reduce"): lambda gradient: gradient._pending and f"done {gradient.buffer.tag.name}",
+        (GradientBuffer, "finish_reduce"): lambda gradient: gradient._work and f"done {gradient.buffer.tag.name}",
     }
     before = {key: getattr(*key) for key in watched}
 
@@ -377,9 +377,9 @@ def test_one_backward_pass_through_two_forwards_reduces_once(kind):
     make = _small_checkpointed(kind)
     check_stages(seeded(make), batches, micro=siamese, exact=True)
     model, optimizer, engine = prepare(make, zero_stage=2)
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     siamese(model, batches(dist.get_rank(), 0), engine.backward)
-    assert engine.comm.calls["reduce_scatter"] == len(engine.units), engine.comm.calls
+    assert engine.comm.traffic.calls["reduce_scatter"] == len(engine.units), engine.comm.traffic.calls
 
 
 def _small_checkpointed(kind):

@@ -112,21 +112,23 @@ def test_buffers_and_losses_are_those_of_ddp(stage):
 def test_one_message_per_dtype_and_step_and_none_where_nothing_is_kept():
     model = build()
     engine = hf_zero.shard(model, SGD(model.parameters()), {"zero_stage": 3})
-    engine.comm.calls.clear(), engine.comm.bytes_sent.clear()
+    engine.comm.traffic.clear(), engine.comm.traffic.clear()
     x, y = batches(dist.get_rank(), 0)
     for micro_batch in range(4):
         with engine.no_sync() if micro_batch % 2 == 0 else contextlib.nullcontext():
             engine.backward(F.cross_entropy(model(x), y))
     # Two steps; running statistics, counts, flags and the fp64 average have four dtypes.
-    assert engine.comm.calls["broadcast"] == 2 * 4, engine.comm.calls
+    assert engine.comm.traffic.calls["broadcast"] == 2 * 4, engine.comm.traffic.calls
     statistics = 3 * 2 * WIDTH * 4 + 3 * 8
     kept = statistics + 8 + 2 + WIDTH * 8
-    assert engine.comm.bytes_sent["broadcast"] == (2 * kept if dist.get_rank() == 0 else 0), engine.comm.bytes_sent
+    assert engine.comm.traffic.bytes_sent["broadcast"] == (2 * kept if dist.get_rank() == 0 else 0), (
+        engine.comm.traffic.bytes_sent
+    )
     with torch.no_grad():
         model(x)
-        before = engine.comm.calls["broadcast"]
+        before = engine.comm.traffic.calls["broadcast"]
         model(x)
-    assert engine.comm.calls["broadcast"] == before, "nothing has changed since the evaluation before"
+    assert engine.comm.traffic.calls["broadcast"] == before, "nothing has changed since the evaluation before"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
@@ -134,10 +136,10 @@ def test_one_message_per_dtype_and_step_and_none_where_nothing_is_kept():
 def test_models_whose_buffers_are_constants_send_none(name):
     model = zoo.build(name)
     engine = hf_zero.shard(model, SGD(model.parameters()), {"zero_stage": 3})
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     for number in range(2):
         engine.backward(model(**zoo.batch(name, dist.get_rank(), number)).loss)
-    assert not engine.comm.calls["broadcast"], [key for key, _ in model.named_buffers()]
+    assert not engine.comm.traffic.calls["broadcast"], [key for key, _ in model.named_buffers()]
 
 
 @distributed(world_size=2)

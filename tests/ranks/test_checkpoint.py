@@ -185,7 +185,7 @@ def test_accelerate_loads_models_whose_files_have_other_names(tmp_path, name):
 @distributed(world_size=2)
 def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
     files = {"state.safetensors": SlicedFile({"a": (torch.float32, (4,))}, {})}
-    comm = Communicator()
+    comm = Communicator.connect()
 
     def parts():
         if comm.rank == 1:
@@ -200,7 +200,7 @@ def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
 
 def write_alone(path, file, tensors):
     parts = [(path.name, name, 0, tensor) for name, tensor in tensors.items()]
-    stage(path.parent, {path.name: file}, lambda: parts, Communicator(), True).commit()
+    stage(path.parent, {path.name: file}, lambda: parts, Communicator.connect(), True).commit()
 
 
 def test_files_are_safetensors(tmp_path):

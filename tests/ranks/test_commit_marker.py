@@ -122,7 +122,7 @@ class OfALibrary(Exception):
 def test_whatever_fails_on_one_rank_is_raised_on_all(error):
     from hf_zero.comm.communicator import Communicator
 
-    comm = Communicator()
+    comm = Communicator.connect()
 
     def fail():
         if comm.rank == 1:
@@ -137,7 +137,7 @@ def test_whatever_fails_on_one_rank_is_raised_on_all(error):
 def test_a_failure_without_words_is_a_failure():
     from hf_zero.comm.communicator import Communicator
 
-    comm = Communicator()
+    comm = Communicator.connect()
 
     def fail():
         assert comm.rank != 0

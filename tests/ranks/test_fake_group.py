@@ -4,9 +4,13 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.transport.nccl import Nccl
+from hf_zero.core.placement import STAGES as STAGES_TABLE
 from hf_zero.core.schedule import Phase
 from hf_zero.core.unit import UnitState
 from tests.ranks.test_guard_counts import Run, check_traffic, python_calls
@@ -61,7 +65,7 @@ def test_what_is_counted_is_what_torch_is_asked_for(stage, precision, wire, dete
         ).settle()
         with Dispatched() as dispatched:
             run.window()
-        counted = dict(run.engine.comm.calls)
+        counted = dict(run.engine.comm.traffic.calls)
     direct = (precision, wire, deterministic) == FP32
     names = {
         "all_gather": "_allgather_base_",
@@ -155,7 +159,7 @@ def test_nothing_is_held_after_backward(stage, precision, wire, deterministic):
         for number in range(3):
             micro(model, batches(0, number), engine.backward)
             gradients = [gradient for unit in engine.units for gradient in unit.gradients]
-            assert not any(gradient.held or gradient.reduces_beside for gradient in gradients)
+            assert not any(gradient.held or gradient.is_reducing for gradient in gradients)
             assert not any(p.grad_fn or p.is_sparse for p in model.parameters())
             for unit in engine.units:
                 for buffer in unit.buffers:
@@ -204,14 +208,14 @@ def test_the_refresh_goes_on_beside_until_a_parameter_is_read(stage):
         model, optimizer, engine = prepared(stage)
         step(model, optimizer, engine)
         assert {unit.state for unit in engine.units} == {UnitState.GATHERING}
-        gathers = engine.comm.calls["all_gather"]
+        gathers = engine.comm.traffic.calls["all_gather"]
         assert model.layers[1].up.weight.isfinite().all()
         ready = [unit.name for unit in engine.units if unit.state is UnitState.READY]
         assert ready == ["layers.1"], ready
         with torch.no_grad():
             model(batches(0, 1)[0])
         assert {unit.state for unit in engine.units} == {UnitState.READY}
-        assert engine.comm.calls["all_gather"] == gathers
+        assert engine.comm.traffic.calls["all_gather"] == gathers
 
 
 @distributed(world_size=1)
@@ -219,12 +223,12 @@ def test_a_read_gathers_one_unit_and_metadata_none():
     with fake_group(4):
         model, optimizer, engine = prepared(3)
         step(model, optimizer, engine)
-        gathers = engine.comm.calls["all_gather"]
+        gathers = engine.comm.traffic.calls["all_gather"]
         weight = model.layers[1].up.weight
         assert weight.shape == (12, 8) and weight.dtype == torch.float32 and "sharded" in repr(weight)
-        assert engine.comm.calls["all_gather"] == gathers
+        assert engine.comm.traffic.calls["all_gather"] == gathers
         kept = weight.detach()
-        assert engine.comm.calls["all_gather"] == gathers + 1
+        assert engine.comm.traffic.calls["all_gather"] == gathers + 1
         ready = [unit.name for unit in engine.units if unit.state is not UnitState.RESTING]
         assert ready == ["layers.1"], ready
         step(model, optimizer, engine, 1)
@@ -247,7 +251,26 @@ def test_frozen_and_trained_parameters_of_a_unit_are_waited_for_together():
         assert [len(unit.buffers) for unit in engine.units] == [1, 2, 2, 2, 2, 1]
         for number in range(3):
             step(model, optimizer, engine, number)
-        engine.comm.calls.clear()
+        engine.comm.traffic.clear()
         micro(model, batches(0, 3), engine.backward)
         # The first unit is not needed in backward, the last is kept from forward, the layers come twice.
-        assert engine.comm.calls == {"all_gather": 10 + 8, "reduce_scatter": 6}, engine.comm.calls
+        assert engine.comm.traffic.calls == {"all_gather": 10 + 8, "reduce_scatter": 6}, engine.comm.traffic.calls
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=1)
+def test_a_transport_that_is_handed_in_is_used_by_one_rank_too(stage):
+    """The GPU tests rely on it: one process is enough for NCCL to run collectives."""
+    with fake_group(1):
+        comm = Communicator(Nccl(dist.group.WORLD))
+        model, stock = seeded(functools.partial(Net, depth=4))(), seeded(functools.partial(Net, depth=4))()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, stock)]
+        engine = hf_zero.shard(model, optimizers[0], {"zero_stage": stage}, group=comm)
+        with Dispatched() as dispatched:
+            step(model, optimizers[0], engine)
+        assert dispatched.collectives["_allgather_base_"] and dispatched.collectives["_reduce_scatter_base_"]
+        assert engine.placements == STAGES_TABLE[stage]
+        micro(stock, batches(0, 0), torch.Tensor.backward)
+        optimizers[1].step()
+        for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+            assert torch.equal(mine.detach(), theirs)

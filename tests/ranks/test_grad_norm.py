@@ -17,7 +17,7 @@ class Recorder:
     def __init__(self):
         self.devices = []
 
-    def on_all_ranks(self, values, largest=False):
+    def all_reduce_scalars(self, values, largest=False):
         self.devices.append(values.device.type)
         return values
 

@@ -360,7 +360,7 @@ def test_ranks_may_keep_different_gradients(stage):
 def test_a_gradient_is_gathered_at_its_first_use_with_its_unit(stage):
     model, engine, optimizer = prepared(stage)
     micro(model, batches(dist.get_rank(), 0), engine.backward)
-    gathers = functools.partial(engine.comm.calls.__getitem__, "all_gather")
+    gathers = functools.partial(engine.comm.traffic.calls.__getitem__, "all_gather")
     before, params = gathers(), list(model.parameters())
     for p in params:
         assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype

@@ -50,7 +50,7 @@ def test_metadata_needs_no_gather():
     model, optimizer, engine = prepared()
     reference = build()
     for moment in ("after prepare", "after a step"):
-        engine.comm.calls.clear()
+        engine.comm.traffic.clear()
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert p.shape == q.shape and p.numel() == q.numel() > 0 and p.dtype == q.dtype, (moment, name)
             assert p.size() == q.size() and p.dim() == q.dim() and len(p) == len(q) and p.stride() == q.stride(), name
@@ -58,7 +58,7 @@ def test_metadata_needs_no_gather():
             assert "sharded" in repr(p) and hash(p) == id(p) and torch.zeros_like(p).shape == q.shape, name
             assert isinstance(p, torch.nn.Parameter)
         assert sum(p.numel() for p in model.parameters()) == model.num_parameters()
-        assert not engine.comm.calls, f"{moment}: {engine.comm.calls}"
+        assert not engine.comm.traffic.calls, f"{moment}: {engine.comm.traffic.calls}"
         train_step(model, optimizer, engine)
 
 
@@ -203,9 +203,9 @@ def test_copies_are_plain():
         assert type(p) is torch.nn.Parameter and torch.equal(p, q)
     ids = torch.arange(6).view(1, 6)
     engine.schedule.reshard_all()
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     assert torch.equal(twin(input_ids=ids).logits, reference(input_ids=ids).logits)
-    assert not engine.comm.calls, "the copy must not drive the engine of the original"
+    assert not engine.comm.traffic.calls, "the copy must not drive the engine of the original"
 
 
 @distributed(world_size=2)

@@ -127,17 +127,19 @@ def test_collectives_and_bytes_per_step_match_the_formula():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = hf_zero.shard(model, optimizer, {"zero_stage": 3})
     for step in range(3):
-        engine.comm.calls.clear()
-        engine.comm.bytes_sent.clear()
+        engine.comm.traffic.clear()
         engine.backward(model(**batch(model, step)).loss)
         optimizer.step()
         optimizer.zero_grad()
     assert len(engine.units) == 6, [unit.name for unit in engine.units]  # embedding, layers (the last with norm), head
-    assert dict(engine.comm.calls) == {"all_gather": 2 * 6 - 2, "reduce_scatter": 6}
+    assert dict(engine.comm.traffic.calls) == {"all_gather": 2 * 6 - 2, "reduce_scatter": 6}
     total = sum(p.numel() for p in model.parameters())
     once = model.model.embed_tokens.weight.numel() + model.lm_head.weight.numel()
     expected = ((2 * total - once) + total) * 4 // 2
-    assert abs(sum(engine.comm.bytes_sent.values()) / expected - 1) < 0.01, (engine.comm.bytes_sent, expected)
+    assert abs(sum(engine.comm.traffic.bytes_sent.values()) / expected - 1) < 0.01, (
+        engine.comm.traffic.bytes_sent,
+        expected,
+    )
 
 
 @distributed(world_size=2)
@@ -149,12 +151,12 @@ def test_a_stage_1_window_reduces_once():
         if micro < 3:
             with engine.no_sync():
                 engine.backward(model(**batch(model, micro)).loss)
-            assert not engine.comm.calls["reduce_scatter"]
+            assert not engine.comm.traffic.calls["reduce_scatter"]
         else:
             engine.backward(model(**batch(model, micro)).loss)
     optimizer.step()
     optimizer.zero_grad()
     model(**batch(model))
     buffers = len(list(engine_of(model).buffers))
-    assert engine.comm.calls["reduce_scatter"] == buffers
-    assert engine.comm.calls["all_gather"] == buffers
+    assert engine.comm.traffic.calls["reduce_scatter"] == buffers
+    assert engine.comm.traffic.calls["all_gather"] == buffers

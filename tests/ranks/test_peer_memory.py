@@ -22,7 +22,7 @@ WHAT = Tag("a test", 7)
 
 
 def connect():
-    comm = Communicator()
+    comm = Communicator.connect()
     return PeerMemory.connect(comm.rank, comm.all_gather_object)
 
 
@@ -43,9 +43,9 @@ def reduced(comm, parts):
 
 def check_moves(dtype, numel):
     world = dist.get_world_size()
-    ours, sent = Communicator(), Communicator(peer_memory=False)
-    assert ours.reads_peers(torch.device("cpu")), "this system does not let ranks read each other"
-    assert not sent.reads_peers(torch.device("cpu"))
+    ours, sent = Communicator.connect(), Communicator.connect(peer_memory=False)
+    assert ours.takes_parts, "this system does not let ranks read each other"
+    assert not sent.takes_parts
     flat = values(numel * world, dtype)
     got, expected = flat.clone(), flat.clone()
     for comm, tensor in ((ours, got), (sent, expected)):
@@ -56,7 +56,7 @@ def check_moves(dtype, numel):
     cuts = sorted({0, 1, numel, numel * world // 3, numel * world - 1, numel * world})
     parts = [flat[low:high].clone() for low, high in itertools.pairwise(cuts)]
     assert torch.equal(reduced(ours, parts), expected), "the same bits, wherever the gradients lie"
-    assert ours.bytes_sent == sent.bytes_sent
+    assert ours.traffic.bytes_sent == sent.traffic.bytes_sent
 
 
 @pytest.mark.parametrize("numel", [3, 1000, 700_000])
@@ -74,14 +74,14 @@ def test_the_same_bits_on_four_ranks():
 
 @distributed(world_size=2)
 def test_more_pieces_than_an_offer_names():
-    comm = Communicator()
+    comm = Communicator.connect()
     flat = values(4 * (MAX_RANGES + 10))
     whole = reduced(comm, [flat])
     assert torch.equal(reduced(comm, list(flat.split(1))), whole)
     gathered = torch.zeros_like(flat)
     own = gathered.chunk(2)[comm.rank].copy_(values(len(flat) // 2, seed=1))
     comm.all_gather(gathered, WHAT, list(own.clone().split(1))).wait()
-    other = Communicator(peer_memory=False)
+    other = Communicator.connect(peer_memory=False)
     expected = torch.zeros_like(flat)
     expected.chunk(2)[comm.rank].copy_(own)
     other.all_gather(expected, WHAT).wait()
@@ -93,7 +93,7 @@ def test_more_pieces_than_an_offer_names():
 def test_the_configuration_decides(peer_memory):
     model = torch.nn.Linear(4, 4)
     engine = hf_zero.shard(model, None, {"zero_stage": 3, "peer_memory": peer_memory})
-    assert engine.comm.reads_peers(torch.device("cpu")) == peer_memory
+    assert engine.comm.takes_parts == peer_memory
 
 
 # -- when memory may be read and changed ---------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_the_configuration_decides(peer_memory):
 
 @distributed(world_size=2)
 def test_what_a_slow_peer_has_not_read_stays_alive_and_settle_waits_for_it():
-    comm = Communicator()
+    comm = Communicator.connect()
     rest = torch.full((50_000,), float(comm.rank + 1))
     flat = torch.zeros(100_000)
     flat.chunk(2)[comm.rank].copy_(rest)
@@ -111,7 +111,7 @@ def test_what_a_slow_peer_has_not_read_stays_alive_and_settle_waits_for_it():
         del rest, pending
         gc.collect()
         garbage = [torch.full((50_000,), -1.0) for _ in range(20)]
-        readers = comm._peers.peers._readers
+        readers = comm._transport.peers._readers
         assert readers() == {1}, "the peer has not read yet"
         dist.barrier()
         comm.fence(WHAT)
@@ -125,7 +125,7 @@ def test_what_a_slow_peer_has_not_read_stays_alive_and_settle_waits_for_it():
 
 @distributed(world_size=2)
 def test_thousands_of_offers_before_the_first_is_read():
-    comm = Communicator()
+    comm = Communicator.connect()
     flats = [torch.full((2,), float(10 * number + comm.rank)) for number in range(3000)]
     under_way = [comm.all_gather(flat, Tag("one of many", number % 5)) for number, flat in enumerate(flats)]
     for number, (flat, pending) in enumerate(zip(flats, under_way, strict=True)):
@@ -134,7 +134,7 @@ def test_thousands_of_offers_before_the_first_is_read():
 
 
 def end_while_a_peer_reads():
-    comm = Communicator()
+    comm = Communicator.connect()
     flat = torch.full((2_000_000,), float(comm.rank))
     pending = comm.all_gather(flat, WHAT)
     if comm.rank == 1:
@@ -151,12 +151,12 @@ def test_a_rank_leaves_when_slower_ranks_have_read():
 
 @distributed(world_size=2)
 def test_a_peer_that_is_gone_is_named():
-    comm = Communicator(hang_timeout_s=60)
+    comm = Communicator.connect(hang_timeout_s=60)
     flat = torch.zeros(4)
     comm.all_gather(flat, WHAT).wait()
     dist.barrier()
     if comm.rank == 1:
-        comm._peers.peers.leave()  # what the kernel does with the sockets of a process that was killed
+        comm._transport.peers.leave()  # what the kernel does with the sockets of a process that was killed
         return
     with pytest.raises(hf_zero.errors.ZeroRuntimeError, match=r"all-gather of a test: rank\(s\) \[1\] have ended"):
         comm.all_gather(flat, WHAT).wait()
@@ -180,8 +180,8 @@ def test_all_ranks_send_messages_where_one_cannot_be_read(reason):
 
             PeerMemory._copy = refuse
     assert connect() is None
-    comm = Communicator()
-    assert not comm.reads_peers(torch.device("cpu"))
+    comm = Communicator.connect()
+    assert not comm.takes_parts
     flat = torch.zeros(2)
     flat[comm.rank] = comm.rank + 1
     comm.all_gather(flat, WHAT).wait()
@@ -194,8 +194,8 @@ def test_nothing_has_a_name_in_the_file_system():
         with open("/proc/net/unix") as table:
             return [line for line in table if "hf_zero-" in line]
 
-    comm = Communicator()
-    assert comm.reads_peers(torch.device("cpu"))
+    comm = Communicator.connect()
+    assert comm.takes_parts
     dist.barrier()
     assert all("@hf_zero-" in line for line in sockets()), "abstract names end with their sockets"
     opened = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]

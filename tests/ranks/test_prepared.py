@@ -71,9 +71,9 @@ def test_a_move_to_where_it_is_gathers_nothing(name, stage):
     model, optimizer, engine = prepared(stage)
     train_step(model, optimizer, engine)
     before = states(engine)
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     assert MOVES[name](model) is model
-    assert not engine.comm.calls, engine.comm.calls
+    assert not engine.comm.traffic.calls, engine.comm.traffic.calls
     assert states(engine) == before
     train_step(model, optimizer, engine, 1)
 
@@ -163,11 +163,11 @@ def check_is_plain(twin, model):
         assert not hasattr(param, "_zero_owner"), name
     for module in twin.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks, module
-    calls = engine_of(model).comm.calls.copy()
+    calls = engine_of(model).comm.traffic.calls.copy()
     x, y = batches(0, 5)
     nn.functional.cross_entropy(twin(x), y).backward()
     assert all(p.grad is not None for p in twin.parameters())
-    assert engine_of(model).comm.calls == calls, "the copy drives the engine of the original"
+    assert engine_of(model).comm.traffic.calls == calls, "the copy drives the engine of the original"
 
 
 @STAGES
@@ -182,11 +182,13 @@ def test_a_deep_copy_is_ordinary_and_made_a_unit_at_a_time(stage):
         return stock(param, memo)
 
     guard.ReadyParameter.__deepcopy__ = watched
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     twin = copy.deepcopy(model)
     assert states(engine) == before
     assert len(together) >= len(list(model.parameters())) and max(together) == (stage == 3), together
-    assert engine.comm.calls["all_gather"] == (len(engine.units) if stage == 3 else 0), engine.comm.calls
+    assert engine.comm.traffic.calls["all_gather"] == (len(engine.units) if stage == 3 else 0), (
+        engine.comm.traffic.calls
+    )
     check_is_plain(twin, model)
     train_step(model, optimizer, engine, 1)
 
@@ -202,9 +204,9 @@ def test_a_copy_of_what_holds_a_prepared_model_holds_an_ordinary_one():
 @distributed(world_size=2)
 def test_a_shallow_copy_shares_everything_and_gathers_nothing():
     model, _, engine = prepared()
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     twin = copy.copy(model)
-    assert twin.layers is model.layers and engine_of(twin) is engine and not engine.comm.calls
+    assert twin.layers is model.layers and engine_of(twin) is engine and not engine.comm.traffic.calls
 
 
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])

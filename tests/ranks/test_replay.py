@@ -150,7 +150,7 @@ def test_shards_are_those_of_rank_0_whatever_the_seeds(name):
     found = saving.consolidated_state_dict(model, keep=True)
     for key, tensor in plain.state_dict().items():
         assert torch.equal(found[key], tensor), key
-    assert engine.comm.bytes_sent["all_gather"] > 0
+    assert engine.comm.traffic.bytes_sent["all_gather"] > 0
 
 
 def _train(folder, deferred, stage):

@@ -41,7 +41,7 @@ def test_every_file_equals_the_one_of_a_single_process(tmp_path, name):
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
         model = zoo.build(name)
         engine = hf_zero.shard(model, None, {"zero_stage": 3, "mixed_precision": precision})
-        gathers = engine.comm.calls["all_gather"]
+        gathers = engine.comm.traffic.calls["all_gather"]
         for size in ("50GB", "20KB"):
             folder = tmp_path / f"{precision}-{size}"
             model.save_pretrained(folder / "ours", max_shard_size=size)
@@ -49,7 +49,7 @@ def test_every_file_equals_the_one_of_a_single_process(tmp_path, name):
                 twin_of(name, dtype).save_pretrained(folder / "stock", max_shard_size=size)
                 check_same_folder(folder / "ours", folder / "stock")
                 assert size == "50GB" or len(list((folder / "ours").glob("model-*.safetensors"))) > 1
-        assert engine.comm.calls["all_gather"] == gathers, "weights were gathered to save them"
+        assert engine.comm.traffic.calls["all_gather"] == gathers, "weights were gathered to save them"
 
 
 def _convert(model):
@@ -212,9 +212,9 @@ def test_of_a_model_with_adapters_only_these_are_saved(tmp_path, whole_head):
         model = _with_adapters(whole_head)
         engine = hf_zero.shard(model, None, {"zero_stage": stage})
         folder = tmp_path / f"stage{stage}"
-        gathers = engine.comm.bytes_sent["all_gather"]
+        gathers = engine.comm.traffic.bytes_sent["all_gather"]
         model.save_pretrained(folder / "ours", is_main_process=dist.get_rank() == 0)
-        assert stage == 3 or engine.comm.bytes_sent["all_gather"] == gathers
+        assert stage == 3 or engine.comm.traffic.bytes_sent["all_gather"] == gathers
         if dist.get_rank() == 0:
             _with_adapters(whole_head).save_pretrained(folder / "stock")
             check_same_folder(folder / "ours", folder / "stock")

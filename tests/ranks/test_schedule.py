@@ -104,9 +104,9 @@ def test_reuse_saves_gathers():
     for reuse in (0, 2 * LAYER, 10**9):
         model, optimizer, engine = prepared(stage3_max_reuse_distance=reuse)
         train(model, optimizer, engine, steps=1)
-        engine.comm.calls.clear()
+        engine.comm.traffic.clear()
         train(model, optimizer, engine, steps=1)
-        counts[reuse] = engine.comm.calls["all_gather"] - 6  # the reading of the weights at the end
+        counts[reuse] = engine.comm.traffic.calls["all_gather"] - 6  # the reading of the weights at the end
     assert counts == {0: 11, 2 * LAYER: 10, 10**9: 6}, counts
 
 
@@ -121,9 +121,9 @@ def test_changed_control_flow_falls_back():
 def test_persistent_parameters_stay_whole_and_have_sharded_state():
     model, optimizer, engine = prepared(stage3_param_persistence_threshold=10)
     train(model, optimizer, engine, steps=1)
-    engine.comm.calls.clear()
+    engine.comm.traffic.clear()
     assert all(layer.bias.isfinite().all() for layer in model.layers)
-    assert not engine.comm.calls, "biases are below the threshold: reading them needs no gather"
+    assert not engine.comm.traffic.calls, "biases are below the threshold: reading them needs no gather"
     unit = engine.units[0]
     assert unit.name == "(persistent)" and unit.numel == 6 * 8 and not unit.sharded
     (buffer,) = unit.buffers
@@ -141,7 +141,7 @@ def test_the_cap_on_persistent_parameters():
 def test_buckets_bound_a_collective(stage):
     model, optimizer, engine = prepared(zero_stage=stage, reduce_bucket_size=64)
     train(model, optimizer, engine, steps=1)
-    assert engine.comm.calls["reduce_scatter"] == 12, engine.comm.calls  # weights and biases apart
+    assert engine.comm.traffic.calls["reduce_scatter"] == 12, engine.comm.traffic.calls  # weights and biases apart
     assert max(buffer.layout.numel for buffer in engine.buffers) == 64
 
 

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero.comm.communicator import Communicator
-from hf_zero.comm.transport.reads import PeerTransport
-from hf_zero.comm.work import UNTAGGED, OnChunk, Tag, Work
+from hf_zero.comm.transport import Take, Transport
+from hf_zero.comm.transport.messages import Messages
+from hf_zero.comm.transport.nccl import Nccl
+from hf_zero.comm.transport.reads import Reads
+from hf_zero.comm.work import Handle, Landing, Tag
 from hf_zero.core.engine import ZeroEngine
 from tests.support.device_log import DeviceLog, Work
 from tests.support.happens_before import Log
@@ -72,7 +75,8 @@ class Recording(DeviceLog):
         `transport` is how values move: "nccl" (collectives), "messages" (gloo's) or "reads" (of other ranks' memory).
         """
         zero = hf_zero.ZeroConfig(**config)
-        comm = NamingCommunicator(self, transport, group, deterministic=zero.deterministic_reduce)
+        moves = Naming(self, _transport(self, transport, group or dist.group.WORLD))
+        comm = Communicator(moves, deterministic=zero.deterministic_reduce)
         return hf_zero.shard(model, optimizer, zero, group=comm, device=self.device)
 
 
@@ -203,30 +207,34 @@ class RecordedPeers:
                 works.clear()
 
 
-class NamingCommunicator(Communicator):
-    """A communicator that tells the recording what its collectives carry."""
+class Naming:
+    """In front of a transport: tells the recording what its moves carry."""
 
-    def __init__(
-        self, recording: Recording, transport: str, group: dist.ProcessGroup | None, **options: object
-    ) -> None:
-        self._sends_messages = False
-        super().__init__(group, **options)
-        self._recording, self._sends_messages = recording, transport == "messages"
-        if transport == "reads":
-            self._peers = PeerTransport(self.rank, RecordedPeers(recording, self._group))
+    def __init__(self, recording: Recording, transport: Transport) -> None:
+        self._recording, self._inner = recording, transport
 
-    @property
-    def _point_to_point(self) -> bool:
-        return self._sends_messages
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
 
-    def all_gather(self, flat: Tensor, what: Tag = UNTAGGED, rest: Sequence[Tensor] = ()) -> Work:
-        with self._recording.carrying(what.name):
-            return super().all_gather(flat, what, rest)
+    def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
+        with self._recording.carrying(tag.name):
+            return self._inner.gather(flat, tag, shard)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
-        with self._recording.carrying(what.name):
-            return super().reduce_scatter(parts, deliver, what)
+    def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
+        with self._recording.carrying(tag.name):
+            return self._inner.exchange(parts, numel, tag, take)
 
-    def all_reduce(self, parts: Sequence[Tensor], deliver: OnChunk, what: Tag = UNTAGGED) -> Work:
-        with self._recording.carrying(what.name):
-            return super().all_reduce(parts, deliver, what)
+    def reduce_scatter(self, flat: Tensor, out: Tensor, tag: Tag) -> Handle:
+        with self._recording.carrying(tag.name):
+            return self._inner.reduce_scatter(flat, out, tag)
+
+    def all_reduce(self, flat: Tensor, tag: Tag) -> Handle:
+        with self._recording.carrying(tag.name):
+            return self._inner.all_reduce(flat, tag)
+
+
+def _transport(recording: Recording, name: str, group: dist.ProcessGroup) -> Transport:
+    if name == "nccl":
+        return Nccl(group)
+    messages = Messages(group)
+    return messages if name == "messages" else Reads(messages, RecordedPeers(recording, group))

@@ -1,107 +1,111 @@
-"""The moves between placements for ranks that read each other's memory: nothing is sent and nothing is staged."""
+"""Moves for ranks that read each other's memory: nothing is sent and nothing is staged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm.peer_memory import MAX_RANGES, PeerMemory
-from hf_zero.comm.work import OnChunk, wide
+from hf_zero.comm.transport import Take
+from hf_zero.comm.transport.messages import Messages
+from hf_zero.comm.work import Landing, Tag
 
 
 # Kinds of offers.
 _GATHER, _REDUCE = 0, 1
 
-# A sum over ranks is made in parts that stay in the processor's cache (elements).
+# A sum over ranks is made in chunks that stay in the processor's cache (elements).
 CACHED = 1 << 17
 
 
-class Read:
-    """An offer to every peer under way, and what this rank does when every peer has made its own."""
+class Offered:
+    """An offer to every peer under way: over when every peer has made its own."""
 
-    def __init__(self, peers: PeerMemory, kind: int, tag: int, finish: Callable[[], None]) -> None:
-        self._peers, self._key = peers, (kind, tag)
-        self.finish = finish
+    def __init__(self, peers: PeerMemory, kind: int, tag: Tag) -> None:
+        self._peers, self._key = peers, (kind, tag.number)
 
     def wait(self) -> None:
         self._peers.expect(*self._key)
 
 
-class Settling:
+class Readers:
     """Waits until no peer reads what was offered for gathers of one tag (None: of any)."""
 
-    def __init__(self, peers: PeerMemory, tag: int | None) -> None:
+    def __init__(self, peers: PeerMemory, tag: Tag | None) -> None:
         self._peers, self._tag = peers, tag
 
     def wait(self) -> None:
-        self._peers.settle(_GATHER, self._tag)
+        self._peers.settle(_GATHER, None if self._tag is None else self._tag.number)
 
 
-class PeerTransport:
-    """All-gather and reduce-scatter by reading."""
+class Reads(Messages):
+    """All-gather and reduce-scatter by reading the peers' memory; everything else goes by messages."""
 
-    def __init__(self, rank: int, peers: PeerMemory) -> None:
-        self.rank, self.world_size, self.peers = rank, len(peers.ranks) + 1, peers
-        self._room: dict[tuple[torch.dtype, bool], Tensor] = {}  # for what is read and for sums: kept until `settle`
+    name = "reads of each other's memory"
+    overlaps = False
+    takes_parts = True
 
-    def settle(self, tag: int | None) -> Settling:
-        """See `Communicator.settle`."""
+    def __init__(self, messages: Messages, peers: PeerMemory) -> None:
+        super().__init__(messages.group)
+        self.peers = peers
+        self._rooms: dict[tuple[torch.dtype, bool], Tensor] = {}  # for what is read: kept until a fence of all
+
+    def fence(self, tag: Tag | None) -> Landing:
         if tag is None:
-            self._room.clear()  # a step ends here: nothing of it rests in memory
-        return Settling(self.peers, tag)
+            self._rooms.clear()  # a step ends here: nothing of it rests in memory
+        return Landing([Readers(self.peers, tag)])
 
-    def all_gather(self, flat: Tensor, tag: int, rest: Sequence[Tensor]) -> Read:
-        """See `Communicator.all_gather`."""
-        slices = flat.chunk(self.world_size)
+    def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
+        slices = flat.chunk(self.size)
         own = slices[self.rank]
-        if not rest or rest[0].dtype != own.dtype or len(rest) > MAX_RANGES:
-            rest = [own.clone()]  # who uses the values may write to them before all peers have read
-        self.peers.offer(_GATHER, tag, dict.fromkeys(self.peers.ranks, rest))
+        if not shard or shard[0].dtype != own.dtype or len(shard) > MAX_RANGES:
+            shard = [own.clone()]  # who uses the values may write to them before all peers have read
+        self.peers.offer(_GATHER, tag.number, dict.fromkeys(self.peers.ranks, shard))
 
         def finish() -> None:
-            for step in range(1, self.world_size):  # each rank begins with another one
-                peer = (self.rank + step) % self.world_size
-                self.peers.read(peer, _GATHER, tag, slices[peer])
-                self.peers.give_back(peer, _GATHER, tag)
+            for step in range(1, self.size):  # each rank begins with another one
+                peer = (self.rank + step) % self.size
+                self.peers.read(peer, _GATHER, tag.number, slices[peer])
+                self.peers.give_back(peer, _GATHER, tag.number)
 
-        return Read(self.peers, _GATHER, tag, finish)
+        return Landing([Offered(self.peers, _GATHER, tag)], finish)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], numel: int, tag: int, deliver: OnChunk) -> Read:
-        """See `Communicator.reduce_scatter`; slices have `numel` elements. The sum is made in rank order."""
-        slices = [_cut(parts, rank * numel, (rank + 1) * numel) for rank in range(self.world_size)]
-        if max(len(slice_) for slice_ in slices) > MAX_RANGES:
+    def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
+        slices = [_cut(parts, rank * numel, (rank + 1) * numel) for rank in range(self.size)]
+        if max(map(len, slices)) > MAX_RANGES:
             slices = [[torch.cat(slice_)] for slice_ in slices]
-        self.peers.offer(_REDUCE, tag, {peer: slices[peer] for peer in self.peers.ranks})
+        self.peers.offer(_REDUCE, tag.number, {peer: slices[peer] for peer in self.peers.ranks})
 
         def finish() -> None:
-            dtype, at = wide(parts[0].dtype), 0
+            at = 0
             for own in _chunks(slices[self.rank], CACHED):
-                deliver(at, self._sum(own, at * own.itemsize, tag, dtype))
+                for rank in range(self.size):
+                    values = self._room(own, first=rank == 0)
+                    if rank != self.rank:
+                        self.peers.read(rank, _REDUCE, tag.number, values, at * own.itemsize)
+                    else:
+                        values = values.copy_(own) if rank == 0 else own  # the sum is not made in a gradient
+                    take(rank, at, values)
                 at += own.numel()
             for peer in self.peers.ranks:
-                self.peers.give_back(peer, _REDUCE, tag)
+                self.peers.give_back(peer, _REDUCE, tag.number)
 
-        return Read(self.peers, _REDUCE, tag, finish)
+        return Landing([Offered(self.peers, _REDUCE, tag)], finish)
 
-    def _sum(self, own: Tensor, start: int, tag: int, dtype: torch.dtype) -> Tensor:
-        """`own`, which lies at byte `start` of this rank's slice, plus what the peers offer for it, in rank order."""
-        total, room = None, self._room_for(own.numel(), dtype)
-        for rank in range(self.world_size):
-            value = own
-            if rank != self.rank:
-                value = self._room_for(own.numel(), own.dtype, spare=True)
-                self.peers.read(rank, _REDUCE, tag, value, start)
-            total = room.copy_(value) if total is None else total.add_(value)
-        return total
+    def _room(self, like: Tensor, first: bool) -> Tensor:
+        """Memory that is used again and again: fresh pages would cost as much as what is done with them.
 
-    def _room_for(self, numel: int, dtype: torch.dtype, spare: bool = False) -> Tensor:
-        """Memory that is used again and again: fresh pages would cost as much as what is done with them."""
-        key = (dtype, spare)
-        if key not in self._room:
-            self._room[key] = torch.empty(CACHED, dtype=dtype)
-        return self._room[key][:numel]
+        What rank 0 gives has a room of its own, as the sum may be made in it.
+        """
+        key = (like.dtype, first)
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty(CACHED, dtype=like.dtype)
+        return self._rooms[key][: like.numel()]
+
+    def close(self) -> None:
+        self.peers.leave()
 
 
 def _chunks(parts: Sequence[Tensor], numel: int) -> Iterator[Tensor]:

@@ -1,0 +1,40 @@
+"""Counts what one rank sends: calls, bytes by kind and link, seconds of standing still."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hf_zero.comm.topology import Link
+
+
+class Traffic:
+    """Counters of one communicator, by kind of collective ("all_gather", "reduce_scatter", ...).
+
+    Attributes:
+        calls: collectives begun.
+        sent: bytes that this rank sent, by (kind, link).
+        waited: seconds that this process stood still, by the first word of the collective's label.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[tuple[str, Link]] = Counter()
+        self.waited: Counter[str] = Counter()
+
+    def count(self, kind: str, nbytes: int, link: Link = Link.NODE) -> None:
+        """Note one collective of which this rank sends `nbytes`."""
+        self.calls[kind] += 1
+        self.sent[kind, link] += nbytes
+
+    @property
+    def bytes_sent(self) -> Counter[str]:
+        """Bytes by kind, over all links."""
+        total: Counter[str] = Counter()
+        for (kind, _), nbytes in self.sent.items():
+            total[kind] += nbytes
+        return total
+
+    def clear(self) -> None:
+        """Begin counting anew; the seconds go on."""
+        self.calls.clear()
+        self.sent.clear()
