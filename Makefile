@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv demo demo-grpo test exhaustive quality docs-check style clean
+.PHONY: help venv demo demo-grpo test test-quick exhaustive quality docs-check style clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,8 +20,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:
 	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
 	@echo "make demo-grpo  train a weak model, then improve it by reinforcement learning under ZeRO-3"
-	@echo "make test     run all tests; make exhaustive runs the long forms of some"
-	@echo "make quality  check style and generated pages; make style mends the style"
+	@echo "make test     run all tests; make test-quick those without ranks, make exhaustive the long forms of some"
+	@echo "make quality  check style and generated pages; make style fixes the style"
 	@echo "make clean    remove what demo and tests wrote (the environment stays)"
 
 venv: $(STAMP)
@@ -52,6 +52,9 @@ demo-grpo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest tests/arithmetic -m "not slow and not exhaustive"
+
 exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -m exhaustive
 
@@ -69,4 +72,4 @@ style: $(STAMP)
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find hf_zero scripts recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hf_zero scripts recipes benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
