@@ -13,7 +13,7 @@ from tests.support.harness import distributed, run_ranks
 from tests.support.trainers import compare_logs, make_trainer, without_times
 
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 RUN = {
     "max_steps": 6,
     "lr_scheduler_type": "cosine",
