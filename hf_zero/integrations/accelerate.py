@@ -43,7 +43,7 @@ from hf_zero.core.placement import STAGES, Placement
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
 from hf_zero.integrations import accelerate_state
 from hf_zero.integrations.plain_loop import lone_process
-from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+from hf_zero.launcher.environment import check_ranks_started, prepare_rank_environment, resolve_from_environment
 
 
 logger = logging.getLogger(__name__)

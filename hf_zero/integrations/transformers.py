@@ -20,7 +20,7 @@ from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
 from hf_zero.integrations.reports import ZeroReportMixin
 from hf_zero.integrations.trainer_checkpoints import ZeroCheckpointMixin
-from hf_zero.launcher import has_accelerator, prepare_rank_environment
+from hf_zero.launcher.environment import has_accelerator, prepare_rank_environment
 
 
 logger = logging.getLogger(__name__)

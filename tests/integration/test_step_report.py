@@ -118,7 +118,7 @@ def test_profiling_labels_the_collectives(tmp_path):
 
     model = zoo.build("llama")
     engine = hf_zero.shard(model, config={"zero_stage": 3})
-    with hf_zero.tools.profiling(tmp_path / "traces"):
+    with hf_zero.profiling(tmp_path / "traces"):
         engine.backward(model(**zoo.batch("llama", dist.get_rank(), 0)).loss)
     events = json.loads((tmp_path / "traces" / f"trace_rank{dist.get_rank()}.json").read_text())["traceEvents"]
     names = {event.get("name", "") for event in events}

@@ -32,7 +32,7 @@ def test_every_stage_is_compared(tmp_path):
 
 @pytest.mark.parametrize(
     "words, says",
-    [(["--model", "no/such/folder"], "does not exist"), (["--model", "x", "--budget", "y"], "--budget y")],
+    [(["--model", "no/such/folder"], "is no local folder"), (["--model", "x", "--budget", "y"], "--budget y")],
 )
 def test_mistakes_are_told_in_one_line(words, says):
     done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=LIMIT)

@@ -10,9 +10,15 @@ import pytest
 from hf_zero import cli
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError
-from hf_zero.launcher import check_ranks_started, hook, prepare_rank_environment, resolve_from_environment
+from hf_zero.launcher import hook
 from hf_zero.launcher.arguments import parse_command
-from hf_zero.launcher.environment import CommandLine, launch_arguments
+from hf_zero.launcher.environment import (
+    CommandLine,
+    check_ranks_started,
+    launch_arguments,
+    prepare_rank_environment,
+    resolve_from_environment,
+)
 from hf_zero.launcher.start import launch_from_accelerate
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 RANK_SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from hf_zero.launcher import check_ranks_started, prepare_rank_environment, resolve_from_environment
+from hf_zero.launcher.environment import check_ranks_started, prepare_rank_environment, resolve_from_environment
 
 check_ranks_started()
 prepare_rank_environment()

