@@ -106,10 +106,6 @@ def run_rank(rank: int, args: argparse.Namespace, systems: list[str], folder: st
             if record is not None:
                 records.write(json.dumps({"case": vars(case), "round": round_, **record}) + "\n")
     dist.destroy_process_group()
-    # A process that has profiled DDP and hf_zero in turn may abort while the interpreter ends (one run of four, torch
-    # 2.13; the cause is not known). All records are written by now.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def rounds(args: argparse.Namespace, systems: list[str]) -> Iterator[tuple[int, Case]]:

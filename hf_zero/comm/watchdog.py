@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 from hf_zero.errors import ZeroRuntimeError
@@ -25,7 +24,8 @@ from hf_zero.errors import ZeroRuntimeError
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # how long a rank may take to say where it is
-_LEAVE_S = 2.0  # how long the end of a process waits for the watching thread
+_POLL_S = 0.05  # how often it is looked for
+_LEAVE_S = 60.0  # how long the end of a process waits for the watching thread, which leaves at once unless it hangs
 
 
 class Store(Protocol):
@@ -34,7 +34,6 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 def end_process(report: str) -> None:
@@ -76,7 +75,11 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watching; a thread that the interpreter's end finds inside the store would abort the process."""
+        """End the watching.
+
+        A thread that comes back from the store while the interpreter ends aborts the process ("terminate called without
+        an active exception"): Python ends it there, in the middle of C++ code that nothing may unwind.
+        """
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_LEAVE_S)
@@ -116,14 +119,16 @@ class Watchdog:
         self._round += 1
         self._store.set(f"{key}/asked", "1")
         self._store.set(f"{key}/{self._rank}", json.dumps(self._where()))
-        answers = []
-        for rank in range(self._world_size):
-            try:
-                self._store.wait([f"{key}/{rank}"], timedelta(seconds=_ANSWER_S))
-                answers.append(json.loads(self._store.get(f"{key}/{rank}")))
-            except RuntimeError:
-                answers.append([False, "gives no answer"])
-        self._judge(answers)
+        answers = [self._answer(f"{key}/{rank}") for rank in range(self._world_size)]
+        if not self._stop.is_set():
+            self._judge(answers)
+
+    def _answer(self, key: str) -> list:
+        deadline = time.monotonic() + _ANSWER_S
+        while not self._store.check([key]):  # not `wait`: nothing could call the thread back from it
+            if self._stop.wait(_POLL_S) or time.monotonic() > deadline:
+                return [False, "gives no answer"]
+        return json.loads(self._store.get(key))
 
     def _judge(self, answers: list) -> None:
         places = [place for _, place in answers]

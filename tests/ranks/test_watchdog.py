@@ -130,8 +130,27 @@ def test_a_lost_peer_is_said_to_be_lost():
     monitor.stop()
 
 
-def test_no_thread_is_in_the_store_when_a_monitor_has_stopped(monkeypatch):
-    monkeypatch.setattr(watchdog, "_LEAVE_S", LIMIT)
+def test_a_monitor_stops_while_it_waits_for_an_answer():
+    """At the end of a process: a thread that came back from the store later would abort it."""
+    comparing = threading.Event()
+
+    class SilentStore:
+        def check(self, keys):
+            asked = keys[0].endswith("/asked")
+            if not asked:
+                comparing.set()
+            return asked
+
+        def set(self, key, value):
+            pass
+
+    monitor = Watchdog(SilentStore(), name="x", rank=0, world_size=2, timeout_s=1.0)
+    assert comparing.wait(LIMIT)
+    monitor.stop()
+    assert not monitor._thread.is_alive()
+
+
+def test_no_thread_is_in_the_store_when_a_monitor_has_stopped():
     asked, inside = threading.Event(), []
 
     class SlowStore:
