@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import json
 import math
 import os
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.checksum import Checksums, memory_of
+from hf_zero.core.direct_file import allocate_blocks, read_all
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -126,7 +125,7 @@ class SlicedFile:
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
-            _allocate(file.fileno(), self.nbytes)
+            allocate_blocks(file.fileno(), 0, self.nbytes)  # a full disk is noticed before the first tensor
 
     def read(
         self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]], sums: Checksums | None = None
@@ -142,7 +141,7 @@ class SlicedFile:
                 for at, shard in shards(flat, dtype):
                     as_stored = shard.dtype == dtype and shard.device.type == "cpu"
                     values = shard if as_stored else buffer.room(dtype, shard.numel())
-                    _read_all(descriptor, values, self.position(name, start + at))
+                    _read_values(descriptor, values, self.position(name, start + at))
                     if sums is not None:
                         sums.add(name, start + at, values)
                     if not as_stored:
@@ -157,7 +156,7 @@ class SlicedFile:
                 step = BUFFER_BYTES // dtype.itemsize
                 for at in range(0, math.prod(shape), step):
                     values = buffer.room(dtype, min(step, math.prod(shape) - at))
-                    _read_all(descriptor, values, self.position(name, at))
+                    _read_values(descriptor, values, self.position(name, at))
                     sums.add(name, at, values)
 
 
@@ -215,21 +214,6 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
-def _allocate(descriptor: int, nbytes: int) -> None:
-    """Give a file its blocks, where the file system can do so at once: a full disk is noticed before the first tensor.
-
-    Python's posix_fallocate would write to every block where it cannot. Raises OSError for a full disk.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "fallocate") or not library.fallocate(
-        descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)
-    ):
-        return
-    code = ctypes.get_errno()
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(code, os.strerror(code))
-
-
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
@@ -239,10 +223,7 @@ def _opened(path: str | os.PathLike) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read_all(descriptor: int, values: Tensor, position: int) -> None:
-    data = memory_of(values)
-    while data:
-        count = os.preadv(descriptor, [data], position)
-        if count == 0:
-            raise ZeroCheckpointError(f"file ends {len(data)} bytes early")
-        data, position = data[count:], position + count
+def _read_values(descriptor: int, values: Tensor, position: int) -> None:
+    missing = read_all(descriptor, memory_of(values), position)
+    if missing:
+        raise ZeroCheckpointError(f"file ends {missing} bytes early")

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.checksum import Checksums, memory_of
 from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, Buffer, SlicedFile, shards
-
-
-_PAGE = mmap.PAGESIZE
+from hf_zero.core.direct_file import PAGE, write_all
 
 
 class SliceWriter:
@@ -82,7 +80,7 @@ class _Output:
     def write(self, values: Tensor, position: int) -> None:
         """Write the bytes of `values`, which are copied, at `position`."""
         data = memory_of(values)
-        low, high = -position % _PAGE, len(data) - (position + len(data)) % _PAGE
+        low, high = -position % PAGE, len(data) - (position + len(data)) % PAGE
         if self._direct is None:
             self._thread.write(self._path, self._cached, data, position)
         elif low >= high:
@@ -95,7 +93,7 @@ class _Output:
         try:
             if flush:
                 for position, data in self._ends:
-                    _write_all(self._cached, memoryview(data), position)
+                    write_all(self._cached, memoryview(data), position)
                 os.fsync(self._cached)
         finally:
             os.close(self._cached)
@@ -127,7 +125,7 @@ class _WriterThread:
         for path, descriptor, pages, size, position in iter(self._full.get, None):
             try:
                 if self.error is None:
-                    _write_all(descriptor, pages[:size], position)
+                    write_all(descriptor, pages[:size], position)
             except Exception as error:  # whoever fills buffers must not wait for ever
                 self.fail(error, path)
             self._free.put(pages)
@@ -144,9 +142,3 @@ class _WriterThread:
             self._full.put(None)
             self._thread.join()
             self._thread = None
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written

@@ -33,8 +33,8 @@ LAYERS = {
 LADDERS = {
     "comm": """topology watchdog peer_memory | traffic work | transport | transport.alone transport.group |
         transport.nccl transport.messages | transport.reads | transport.counting | communicator | mesh""",
-    "core": """placement layout guard heap hooks outputs loss_scale elementwise partition precision buffers |
-        deferred grad_norm master | flat_buffer | whole_gradients | gradients | unit optimizer step |
+    "core": """placement direct_file layout guard heap hooks outputs loss_scale elementwise partition precision
+        buffers | deferred grad_norm master | flat_buffer | whole_gradients | gradients | unit optimizer step |
         order reductions | schedule | build | prepared | engine""",
 }
 
