@@ -198,11 +198,12 @@ class GradientBuffer:
             self._whole.outdate()
             self._outdated.append(self._whole)
             self._whole = None
-        self._outdated = [whole for whole in self._outdated if whole.in_use]
+        if self._outdated:
+            self._outdated = [whole for whole in self._outdated if whole.in_use]
 
     def check_outdated(self) -> None:
         """Raises ZeroAccessError where a reader has written to gradients that had been replaced by others."""
-        if any(whole.changed_since for whole in self._outdated):
+        if self._outdated and any(whole.changed_since for whole in self._outdated):
             self._outdated.clear()
             raise ZeroAccessError(
                 f"a gradient of unit '{self.buffer.tag.name}' was read, then a backward pass, clipping or a step "

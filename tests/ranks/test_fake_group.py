@@ -18,6 +18,7 @@ from tests.support.fake_group import Dispatched, fake_group
 from tests.support.happens_before import Compute, Section
 from tests.support.harness import distributed
 from tests.support.nets import Net, batches, micro, seeded
+from tests.support.networks import Spare
 from tests.support.recorder import record
 
 
@@ -99,9 +100,11 @@ def test_no_collective_is_given_memory_of_the_host(stage):
 
     def program(recording):
         with torch.device("meta"):
-            model = Net(depth=3)
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine = recording.shard(model, optimizer, zero_stage=stage)
+            model = Spare(depth=3)
+        body = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("head")])
+        head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        engine = recording.shard(model, body, zero_stage=stage)
+        engine.attach_optimizer(head)
         x = torch.randn(2, 4, device="meta")
         engine.clip_grad_norm_(1.0)  # there are no gradients
         for _ in range(2):
@@ -109,10 +112,11 @@ def test_no_collective_is_given_memory_of_the_host(stage):
                 engine.backward(model(x).sum())
             engine.backward(model(x).sum())
             engine.clip_grad_norm_(1.0, norm_type=float("inf"))
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in (body, head):
+                optimizer.step()
+                optimizer.zero_grad()
             engine.clip_grad_norm_(1.0)
-        optimizer.step()
+        head.step()
         with hf_zero.gathered_parameters(model, write=True):
             assert model.head.weight.shape == (3, 8)
         assert model.head.weight.sum().device.type == "meta"
@@ -126,7 +130,7 @@ def _looks_at_the_device(**config):
     """How often the host waits for a value of the device in two steps."""
 
     def program(recording):
-        model = seeded(functools.partial(Net, depth=3))()
+        model = seeded(functools.partial(Spare, depth=3))()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = recording.shard(model, optimizer, **config)
         recording.section("training")

@@ -42,6 +42,11 @@ class Variant:
     config: dict = dataclasses.field(default_factory=dict)
 
 
+FAR_AHEAD = {
+    "stage3_prefetch_bucket_size": 600,
+    "stage3_max_reuse_distance": 600,
+    "stage3_param_persistence_threshold": 10,
+}
 VARIANTS = {
     "plain": Variant(),
     "divergence": Variant((diverge,)),
@@ -53,6 +58,8 @@ VARIANTS = {
     "evaluation": Variant((diverge,), accumulation=2, evaluates=True),
     "bf16": Variant((diverge,), config={"mixed_precision": "bf16", "communication_data_type": "bf16"}),
     "no_overlap": Variant((diverge,), config={"overlap_comm": False}),
+    "far_ahead": Variant((diverge,), config=FAR_AHEAD),
+    "little_room": Variant((diverge,), config={"stage3_max_live_parameters": 1, "reduce_bucket_size": 64}),
     "messages": Variant((diverge,), accumulation=2, config={"transport": "messages"}),
     "reads": Variant((diverge,), accumulation=2, config={"transport": "reads"}),
 }
