@@ -1,4 +1,4 @@
-"""The engine: one model, its units and schedule, and the optimizers that step its masters."""
+"""The engine: wires the parts that train one model, and tells what happens around each step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hf_zero.core.buffers import BufferSync
 from hf_zero.core.build import DTYPES
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer, release_unused
-from hf_zero.core.hooks import Hook
 from hf_zero.core.loss_scale import LossScaler
-from hf_zero.core.optimizer import Binding, adopt, gather_states, named_state, rebuild_masters, take_named_state
-from hf_zero.core.order import HookPoint
-from hf_zero.core.partition import UnitPlan, partition
+from hf_zero.core.optimizer import Binding
+from hf_zero.core.optimizer_set import OptimizerSet
+from hf_zero.core.partition import partition
 from hf_zero.core.placement import STAGES, Placement
-from hf_zero.core.precision import Precision, meet_weight
+from hf_zero.core.precision import Precision
 from hf_zero.core.prepared import attach, detach
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.step import StepControl
+from hf_zero.core.structure import Structure
 from hf_zero.core.unit import Unit, raise_on_access, raise_on_grad_read
 from hf_zero.errors import ZeroRuntimeError
 
@@ -75,7 +75,6 @@ class ZeroEngine:
         self.device = build.default_device(model, group.transport_name) if device is None else torch.device(device)
         self.placements = STAGES[config.zero_stage if self.comm.shares else 0]
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
-        self.bindings: list[Binding] = []
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
         self.control = StepControl(
             self.comm,
@@ -86,7 +85,7 @@ class ZeroEngine:
             max_consecutive_skips=config.max_consecutive_skips,
         )
         self._model = weakref.ref(model)
-        self._builder = build.UnitBuilder(
+        builder = build.UnitBuilder(
             config=config,
             mesh=self.mesh,
             placements=self.placements,
@@ -95,29 +94,20 @@ class ZeroEngine:
             trainable=trainable,
             scaler=self.scaler,
         )
-        plans, hooks = partition(model, self._builder.persistence(model))
+        plans, hooks = partition(model, builder.persistence(model))
         build.agree_on_values(model, self.comm, self.device)
         self._module_buffers = BufferSync(model, self.comm, self.device)
-        made = {plan: self._builder.build(plan, index, self) for index, plan in enumerate(plans)}
-        self.units = list(made.values())
-        self.masters = [shard.weight for buffer in self.buffers for shard in buffer.master_shards]
+        self._structure = Structure(model, plans, hooks, builder, self)
+        self._optimizers = OptimizerSet(self.units)
         self.schedule = Schedule(
             self.units,
             limits=build.make_limits(config),
-            unsharded=self._builder.unsharded,
+            unsharded=builder.unsharded,
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
         )
         self.schedule.before_forward = self._before_forward
         self.schedule.before_backward = self._before_backward
-        self._points = []
-        for hook in hooks:
-            units = [made[plan] for plan in hook.units]
-            point = HookPoint(hook.name, units, hook.reads_weights_in_backward, is_root=hook.module is model)
-            self._points.append((hook.module, point))
-        self._handles = self.schedule.register(self._points)
-        self._watches = {unit: self.schedule.watch(unit) for unit in self.units}
-        for module in self.precision.layers_to_hook(model):
-            self._handles.append(module.register_forward_pre_hook(Hook(meet_weight)))
+        self._structure.hook(model, self.schedule)
         attach(model, self, mixins)
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -135,7 +125,7 @@ class ZeroEngine:
     def before_grad_read(self, unit: Unit, gradient: GradientBuffer, param: nn.Parameter, operation: str) -> None:
         if gradient.fetching_gathers and self.config.param_access == "raise":
             raise_on_grad_read(unit, param, operation)
-        release_unused(self._gradients(), gradient)
+        release_unused(self._structure.gradients, gradient)
         self.control.gradients_changed()  # the reader may change them
 
     def before_grad_write(self) -> None:
@@ -151,8 +141,21 @@ class ZeroEngine:
         return guard.is_prepared(param) and guard.owner_of(param) in self.units
 
     @property
+    def units(self) -> list[Unit]:
+        return self._structure.units
+
+    @property
     def buffers(self) -> Iterator[FlatBuffer]:
-        return (buffer for unit in self.units for buffer in unit.buffers)
+        return self._structure.buffers
+
+    @property
+    def bindings(self) -> list[Binding]:
+        return self._optimizers.bindings
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The flat weights that optimizers step."""
+        return self._optimizers.masters
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -162,39 +165,22 @@ class ZeroEngine:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
-        binding, states = adopt(optimizer, self, self._home(), self._bound())
-        self.bindings.append(binding)
-        self.masters = rebuild_masters(self.bindings, self.buffers, states)
+        self._optimizers.attach(optimizer, self)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
         optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer))
 
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer."""
         self.refresh_structure()
-        binding = self._binding_of(optimizer)
-        states = binding.take_new_groups(self._home(), self._bound())
-        self.masters = rebuild_masters(self.bindings, self.buffers, states)
-
-    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
-        return next(binding for binding in self.bindings if binding.optimizer is optimizer)
-
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-        return {param for params in self._binding_of(optimizer).groups for param in params}
+        self._optimizers.adopt_group(optimizer)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
         """What `optimizer.state_dict()` answers; a collective."""
-        return named_state(self._binding_of(optimizer), self.buffers, self.bindings)
+        return self._optimizers.state_of(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """What `optimizer.load_state_dict()` does. Raises ValueError where the state does not fit."""
-        states = take_named_state(self._binding_of(optimizer), self.buffers, state_dict)
-        self.masters = rebuild_masters(self.bindings, self.buffers, states)
-
-    def _home(self) -> dict[nn.Parameter, FlatBuffer]:
-        return {param: buffer for buffer in self.buffers for param in buffer.params}
-
-    def _bound(self) -> set[nn.Parameter]:
-        return {param for binding in self.bindings for params in binding.groups for param in params}
+        self._optimizers.load_state_of(optimizer, state_dict)
 
     def refresh_structure(self) -> None:
         """Rebuild units in which frozen parameters are to be trained from now on; between optimizer steps only."""
@@ -208,23 +194,12 @@ class ZeroEngine:
 
     def _rebuild(self, units: list[Unit], replaced: dict[nn.Parameter, Tensor]) -> None:
         self.schedule.reshard_all()
-        whole = {}
+        whole = self._optimizers.gather(units)
+        for param in replaced:
+            whole.pop(param, None)
         for unit in units:
-            whole.update(gather_states(unit.buffers, self.bindings))
-        for unit in units:
-            plan = UnitPlan(unit.name, dict(unit.named_parameters()), persistent=not unit.sharded)
-            for handle in self._watches.pop(unit):
-                handle.remove()
-            unit.dissolve()
-            for param, value in replaced.items():
-                whole.pop(param, None)
-                param.data = value
-            new = self._builder.build(plan, unit.index, self)
-            self.units[unit.index] = new
-            self._watches[new] = self.schedule.watch(new)
-            for _, point in self._points:
-                point.units = [new if candidate is unit else candidate for candidate in point.units]
-        self.masters = rebuild_masters(self.bindings, self.buffers, whole)
+            self._structure.replace(unit, replaced)
+        self._optimizers.rebuild(whole)
         self.schedule.units_changed()
 
     # -- conversions and copies -------------------------------------------------------------------------------------
@@ -293,30 +268,24 @@ class ZeroEngine:
 
     def undo(self) -> None:
         """Make the model an ordinary one again, with whole parameters of its own on every rank."""
-        for handle in [*self._handles, *(handle for handles in self._watches.values() for handle in handles)]:
-            handle.remove()
-        for unit in self.units:
-            unit.dissolve()
+        self._structure.dissolve()
         self.comm.close()
         detach(self.model)
 
     def zero_grad(self) -> None:
-        for gradient in self._gradients():
+        for gradient in self._structure.gradients:
             gradient.forget()
 
     def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget what its masters do not show: sums of micro-batches that were not reduced yet."""
-        held = self._held_by(optimizer)
-        for gradient in self._gradients():
+        held = self._optimizers.held_by(optimizer)
+        for gradient in self._structure.gradients:
             gradient.drop_sums(held)
-
-    def _gradients(self) -> list[GradientBuffer]:
-        return [gradient for unit in self.units for gradient in unit.gradients]
 
     @property
     def has_gradients(self) -> bool:
         """Whether parameters have gradients since the last step; the same on every rank."""
-        return any(gradient.present or gradient.unreduced for gradient in self._gradients())
+        return any(gradient.present or gradient.unreduced for gradient in self._structure.gradients)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -336,7 +305,7 @@ class ZeroEngine:
         """Everything that gradients are made of is in those of the masters."""
         if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
-        for gradient in self._gradients():
+        for gradient in self._structure.gradients:
             gradient.outdate_whole()
             gradient.check_outdated()
 
@@ -348,7 +317,7 @@ class ZeroEngine:
                 "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
             )
         self._settle_gradients()
-        self.control.before(optimizer, self.masters, self._gradients())
+        self.control.before(optimizer, self.masters, self._structure.gradients)
         self.before_rewrite()
 
     def before_rewrite(self) -> None:
@@ -361,7 +330,7 @@ class ZeroEngine:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The masters have stepped: bring up to date whatever holds casts of them."""
-        self.control.after(optimizer, self._held_by(optimizer), self._gradients())
+        self.control.after(optimizer, self._optimizers.held_by(optimizer), self._structure.gradients)
         self.after_load()
 
     def before_load(self) -> None:

@@ -35,7 +35,7 @@ LADDERS = {
         transport.nccl transport.messages | transport.reads | transport.counting | communicator | mesh""",
     "core": """placement direct_file layout guard heap hooks outputs loss_scale elementwise partition precision
         buffers | deferred grad_norm master | flat_buffer | whole_gradients | gradients | unit optimizer step |
-        order reductions | schedule | build | prepared | engine""",
+        optimizer_set | order reductions | schedule | build | prepared structure | engine""",
 }
 
 # What files outside of comm/ may take from torch.distributed: questions and types, nothing that moves data.

@@ -1,0 +1,78 @@
+"""The optimizers of one engine, and the masters that they step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.optimizer import (
+    Binding,
+    OptimizerOwner,
+    WholeStates,
+    adopt,
+    gather_states,
+    named_state,
+    rebuild_masters,
+    take_named_state,
+)
+from hf_zero.core.unit import Unit
+
+
+class OptimizerSet:
+    """Keeps masters laid out as the groups of the attached optimizers ask for.
+
+    Attributes:
+        bindings: an entry for every attached optimizer, in order.
+        masters: the flat weights of all master shards; those that no optimizer holds are stepped by nothing.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units  # the engine's own list, in which units are replaced
+        self.bindings: list[Binding] = []
+        self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.master_shards]
+
+    @property
+    def _buffers(self) -> Iterator[FlatBuffer]:
+        return (buffer for unit in self._units for buffer in unit.buffers)
+
+    def attach(self, optimizer: torch.optim.Optimizer, owner: OptimizerOwner) -> None:
+        """Have `optimizer` step the masters. Raises ValueError as `optimizer.adopt` does."""
+        binding, states = adopt(optimizer, owner, self._home(), self._bound())
+        self.bindings.append(binding)
+        self.rebuild(states)
+
+    def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """A group was added to an attached optimizer. Raises ValueError where it holds what it must not."""
+        self.rebuild(self._binding_of(optimizer).take_new_groups(self._home(), self._bound()))
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict:
+        """Its whole state by parameter name; a collective."""
+        return named_state(self._binding_of(optimizer), self._buffers, self.bindings)
+
+    def load_state_of(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """Take what `state_of` gave. Raises ValueError where it does not fit."""
+        self.rebuild(take_named_state(self._binding_of(optimizer), self._buffers, state_dict))
+
+    def held_by(self, optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+        """The parameters of the model that an optimizer steps."""
+        return {param for params in self._binding_of(optimizer).groups for param in params}
+
+    def gather(self, units: Iterable[Unit]) -> WholeStates:
+        """The whole masters and states of some units, on every rank; a collective."""
+        return gather_states([buffer for unit in units for buffer in unit.buffers], self.bindings)
+
+    def rebuild(self, whole: WholeStates) -> None:
+        """Lay the masters out anew, with the values in `whole` where it names a parameter."""
+        self.masters = rebuild_masters(self.bindings, self._buffers, whole)
+
+    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
+        return next(binding for binding in self.bindings if binding.optimizer is optimizer)
+
+    def _home(self) -> dict[nn.Parameter, FlatBuffer]:
+        return {param: buffer for buffer in self._buffers for param in buffer.params}
+
+    def _bound(self) -> set[nn.Parameter]:
+        return {param for binding in self.bindings for params in binding.groups for param in params}
