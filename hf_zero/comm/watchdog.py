@@ -77,8 +77,8 @@ class Watchdog:
     def stop(self) -> None:
         """End the watching.
 
-        A thread that comes back from the store while the interpreter ends aborts the process ("terminate called without
-        an active exception"): Python ends it there, in the middle of C++ code that nothing may unwind.
+        A thread that comes back from the store while the interpreter ends aborts the process ("terminate called
+        without an active exception"): Python ends it there, in the middle of C++ code that nothing may unwind.
         """
         self._stop.set()
         if self._thread is not threading.current_thread():
