@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import mmap
 import os
 import platform
 import resource
@@ -26,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zero.command_line import CommandParser
+from hf_zero.core.direct_file import DirectFile
+from hf_zero.errors import ZeroRuntimeError
 
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "9p", "fuse.sshfs"}
@@ -136,8 +137,7 @@ def disk(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     shared = "shared between machines" if kind in _NETWORK_FILE_SYSTEMS else "of this machine only"
     yield _ok("disk", f"{folder}: {kind} ({shared}), {free / 1e9:.0f} GB free")
-    direct = _direct_write(folder)
-    yield _ok("O_DIRECT", "works") if direct is None else _note("O_DIRECT", f"{direct}: writes go through the cache")
+    yield _ok("O_DIRECT", "works") if _direct(folder) else _note("O_DIRECT", "refused: writes go through the cache")
 
 
 def _file_system(folder: Path) -> str:
@@ -145,22 +145,38 @@ def _file_system(folder: Path) -> str:
     return max(inside, key=lambda p: len(p.mountpoint)).fstype if inside else "unknown"
 
 
-def _direct_write(folder: Path) -> str | None:
-    """Write one aligned page past the cache; why that fails, None where it works."""
-    if not hasattr(os, "O_DIRECT"):
-        return "this system has none"
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, mmap.PAGESIZE) as page:
-        try:
-            handle = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
-        except OSError as error:
-            return str(error.strerror)
-        try:
-            os.write(handle, page)
-        except OSError as error:
-            return str(error.strerror)
-        finally:
-            os.close(handle)
-    return None
+def _direct(folder: Path) -> bool:
+    """Whether files of a folder can be written past the cache."""
+    file = DirectFile(folder)
+    file.close()
+    return file.direct
+
+
+def disk_speed(folder: Path) -> Iterator[Finding]:
+    """What training with state on the disk of `folder` may expect; writes, and takes seconds."""
+    from hf_zero.tools.disk_speed import STEP_BYTES, measure
+
+    kind, free = _file_system(folder), shutil.disk_usage(folder).free
+    yield _ok("offload", f"{folder}: {kind}, {free / 1e9:.0f} GB free: state of {free / 12e9:.3g}e9 parameters")
+    if kind in ("tmpfs", "ramfs"):
+        yield _note("offload", f"{kind} is memory: state that is kept there saves none (device: cpu says so plainly)")
+    elif kind in _NETWORK_FILE_SYSTEMS:
+        yield _note("offload", f"{kind} goes over the network: name a folder on a disk of this machine")
+    try:
+        speed = measure(folder, min(1 << 30, free // 4))
+    except ZeroRuntimeError as error:
+        yield _fail("offload", str(error))
+        return
+    yield _ok("read", f"{speed.read / 1e9:.2f} GB/s")
+    yield _ok("write", f"{speed.write / 1e9:.2f} GB/s")
+    yield _ok("both at once", f"{speed.both / 1e9:.2f} GB/s, both ways together")
+    yield _ok(
+        "step",
+        f"at least {speed.step_seconds(1e9):.3g} s for each 1e9 parameters whose AdamW state the ranks of this "
+        f"machine keep there ({STEP_BYTES} bytes per parameter)",
+    )
+    if not speed.direct:
+        yield _note("O_DIRECT", "refused: state goes through the page cache, and is dropped from it")
 
 
 def collectives(num_processes: int, timeout_s: float) -> Iterator[Finding]:
@@ -258,16 +274,20 @@ def main(argv: Sequence[str]) -> int:
         help=f"how long the self-test may take (default: {_TIMEOUT_S})",
     )
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
+    parser.add_argument("--disk", metavar="PATH", help="measure the disk of this folder, for state that is kept there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.rank is not None:
         return _one_rank(options.rank, options.num_processes)
+    for option, name in (("--folder", options.folder), ("--disk", options.disk)):
+        if name is not None and not (Path(name).is_dir() and os.access(name, os.W_OK)):
+            print(f"hf-zero doctor: {option} {name} is no folder that you may write to", file=sys.stderr)
+            return 2
     folder = Path(options.folder).absolute()
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        print(f"hf-zero doctor: --folder {options.folder} is no folder that you may write to", file=sys.stderr)
-        return 2
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, limits, lambda: disk(folder)]
+    if options.disk is not None:
+        checks.append(lambda: disk_speed(Path(options.disk).absolute()))
     if options.num_processes > 0:
         checks.append(lambda: collectives(options.num_processes, options.timeout))
     findings = [finding for check in checks for finding in check()]

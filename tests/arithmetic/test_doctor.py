@@ -1,11 +1,16 @@
 """`hf-zero doctor`: its findings, its exit status and its self-test."""
 
+import functools
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
 from hf_zero import cli
-from hf_zero.tools import doctor
+from hf_zero.core.direct_file import DirectFile
+from hf_zero.errors import ZeroRuntimeError
+from hf_zero.tools import disk_speed, doctor
 
 
 def run(capsys, *words):
@@ -59,16 +64,48 @@ def test_ranks_that_hang_are_ended_with_advice(load, words, capsys, tmp_path, mo
     assert words in finding["text"] and finding["text"].endswith("--timeout"), finding
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_direct_writes_are_tried(tmp_path, monkeypatch, refused):
-    if refused:
-        monkeypatch.setattr(doctor.os, "write", lambda *_: (_ for _ in ()).throw(OSError(22, "Invalid argument")))
-        assert doctor._direct_write(tmp_path) == "Invalid argument"
-    else:
-        kinds = {finding.what: finding.level for finding in doctor.disk(tmp_path)}
-        assert kinds["disk"] == "ok" and kinds["O_DIRECT"] in ("ok", "note")
+def test_direct_writes_are_tried(tmp_path, monkeypatch):
+    kinds = {finding.what: finding.level for finding in doctor.disk(tmp_path)}
+    assert kinds["disk"] == "ok" and kinds["O_DIRECT"] in ("ok", "note")
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(22, "Invalid argument")))
+    found = {finding.what: finding for finding in doctor.disk(tmp_path)}
+    assert found["O_DIRECT"].level == "note" and "refused" in found["O_DIRECT"].text
+
+
+def test_the_disk_of_offloaded_state_is_measured(monkeypatch, capsys, tmp_path):
+    nbytes = 5 << 20
+    monkeypatch.setattr(disk_speed, "measure", functools.partial(_measure_little, nbytes, disk_speed.measure))
+    status, out, _ = run(capsys, "--num-processes", 0, "--folder", tmp_path, "--disk", tmp_path, "--json")
+    found = {finding["what"]: finding["text"] for finding in json.loads(out)}
+    assert status == 0
+    rates = [float(found[what].split()[0]) for what in ("read", "write", "both at once")]
+    assert all(rate > 0 for rate in rates), found
+    seconds = float(found["step"].split()[2])
+    assert seconds == pytest.approx(24 / rates[2], rel=0.1), found
+    assert not list(tmp_path.iterdir())
+
+
+def _measure_little(nbytes, measure, folder, _):
+    return measure(folder, nbytes)
+
+
+def test_a_disk_without_room_is_a_fault(monkeypatch, tmp_path):
+    def full(self, nbytes):
+        raise ZeroRuntimeError("no room")
+
+    monkeypatch.setattr(DirectFile, "allocate", full)
+    assert [finding.text for finding in doctor.disk_speed(tmp_path) if finding.level == "fail"] == ["no room"]
+
+
+@pytest.mark.parametrize(("kind", "words"), [("tmpfs", "is memory"), ("nfs4", "over the network")])
+def test_folders_that_are_no_local_disk_are_noted(monkeypatch, tmp_path, kind, words):
+    monkeypatch.setattr(doctor, "_file_system", lambda folder: kind)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    notes = [finding.text for finding in doctor.disk_speed(tmp_path) if finding.level == "note"]
+    assert any(f"{kind} " in note and words in note for note in notes), notes
 
 
 def test_bad_input(capsys, tmp_path):
-    status, _, err = run(capsys, "--folder", tmp_path / "none")
-    assert status == 2 and len(err.splitlines()) == 1, err
+    for option in ("--folder", "--disk"):
+        status, _, err = run(capsys, option, tmp_path / "none")
+        assert status == 2 and len(err.splitlines()) == 1 and option in err, err
