@@ -10,17 +10,16 @@ from hf_zero.config import values
 from hf_zero.config.consistency import ARGUMENT_NAMES, Claim, claim_readings, config_claims
 from hf_zero.config.keys_accelerate import FLAT_KEYS
 from hf_zero.config.layer import Layer
+from hf_zero.config.options import OPTIONS
 from hf_zero.config.origin import Origin
-from hf_zero.config.reader import build, read_source
+from hf_zero.config.reader import read_source
+from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
 # Fields that hf_zero adds to training arguments, and the field of the configuration that each one sets.
 ZERO_ARGUMENTS = {
-    "zero_stage": "zero_stage",
-    "zero_param_access": "param_access",
-    "zero_no_sync": "no_sync",
-    "zero_async_save": "async_save",
+    option.argument: name for name, option in OPTIONS.items() if option.argument is not None and not option.shared
 }
 _NAMES_A_FILE = ("zero_config", "deepspeed")
 _WITHOUT_EFFECT = ("zero_memory_report", "gather_for_generation")  # on the configuration
@@ -60,7 +59,7 @@ def read_arguments(
     for name in named[:1]:
         try:
             found = read_source(arguments[name])
-            layers, claims = [*found, layer], config_claims(build(found)) + claims
+            layers, claims = [*found, layer], config_claims(ZeroConfig.from_layers(found)) + claims
         except ZeroConfigError as error:
             layer.problems += [f"{origin_of(name).where} ({name}): {problem}" for problem in error.problems]
     problems, layer.problems = layer.problems, []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import values
-from hf_zero.config.checks import OPTIMIZER_TYPES, SCHEDULER_TYPES
+from hf_zero.config.options import OPTIMIZER_TYPES, SCHEDULER_TYPES
 from hf_zero.errors import ZeroConfigError
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.checks import SIZES
+from hf_zero.config.options import OPTIONS
 from hf_zero.config.origin import Origin
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
@@ -25,29 +25,13 @@ class Claim:
     owned: bool = False  # said by the arguments, which own shared values
 
 
-_READERS = {
-    "gradient_accumulation_steps": values.to_int,
-    "gradient_clipping": values.to_float,
-    "train_micro_batch_size_per_gpu": values.to_int,
-    "train_batch_size": values.to_int,
-    "mixed_precision": values.to_precision,
-}
-SHARED = tuple(_READERS)
+# Values that a configuration and the training arguments may both set.
+SHARED = {name: option for name, option in OPTIONS.items() if option.shared}
 
-# The names that transformers' and Accelerate's arguments have for shared values.
+# The field that each argument of transformers or Accelerate sets. Accelerate uses the fields' own names.
 ARGUMENT_NAMES = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "max_grad_norm": "gradient_clipping",
-    "gradient_clipping": "gradient_clipping",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "train_batch_size": "train_batch_size",
-    "mixed_precision": "mixed_precision",
-}
-_OPTIONS = {
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "gradient_clipping": "--max_grad_norm",
-    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    **{option.argument: name for name, option in SHARED.items() if option.argument is not None},
+    **{name: name for name in SHARED},
 }
 
 
@@ -93,7 +77,7 @@ def claim_readings(written: str, value: Any, origin: Origin) -> list[Claim]:
     if name is None or value is None or values.is_auto(value):
         return []
     try:
-        return [Claim(name=name, value=_READERS[name](value), origin=origin, owned=True)]
+        return [Claim(name=name, value=SHARED[name].kind.parse(value), origin=origin, owned=True)]
     except ValueError as error:
         raise ZeroConfigError(f"{origin.where}: {written} is {value!r}: {error}") from None
 
@@ -135,8 +119,8 @@ def _conflict(name: str, said: Sequence[Claim]) -> str:
     else:
         fix = f'write "{name}: auto" in {files}, so that the arguments own it'
         wanted = {claim.value for claim in in_files}
-        if name in _OPTIONS and len(wanted) == 1:
-            fix += f", or pass {_OPTIONS[name]} {wanted.pop()}"
+        if SHARED[name].argument is not None and len(wanted) == 1:
+            fix += f", or pass --{SHARED[name].argument} {wanted.pop()}"
     return "\n".join([*lines, f"       fix: {fix}"])
 
 
@@ -196,8 +180,8 @@ def resolve_auto(
         total = micro * accumulation * world_size
         reason = f"micro-batch x accumulation x ranks = {micro} x {accumulation} x {world_size}"
         resolved["train_batch_size"] = (total, _because(config, "train_batch_size", reason))
-    for name in SIZES:
-        if values.is_auto(getattr(config, name)):
+    for name, option in OPTIONS.items():
+        if option.kind.auto and not option.shared and values.is_auto(getattr(config, name)):
             value, reason = _auto_size(name, hidden_size)
             resolved[name] = (value, _because(config, name, reason))
     for name, (value, origin) in resolved.items():

@@ -11,11 +11,11 @@ from hf_zero.config import values
 from hf_zero.config.arguments import pairs, read_arguments, unknown_arguments
 from hf_zero.config.consistency import Claim, check_consistency, config_claims, resolve_auto
 from hf_zero.config.documents import Document, load_document
-from hf_zero.config.fields import DESCRIPTIONS
 from hf_zero.config.layer import Layer
+from hf_zero.config.options import OPTIONS
 from hf_zero.config.origin import Origin
-from hf_zero.config.reader import build, read_document
-from hf_zero.config.schema import FIELD_NAMES, ZeroConfig
+from hf_zero.config.reader import read_document
+from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
@@ -86,7 +86,7 @@ def explain(
                 continue
             found = read_document(document)
             layers += found
-            claims += config_claims(build(found))
+            claims += config_claims(ZeroConfig.from_layers(found))
             if world_size is None and "num_processes" in document.data:
                 world_size = values.to_int(document.data["num_processes"])
         except ZeroConfigError as error:
@@ -105,7 +105,7 @@ def explain(
         problems += error.problems
     if problems:
         raise ZeroConfigError(problems)
-    return resolve_auto(build(layers), agreed=agreed, world_size=world_size, hidden_size=hidden_size)
+    return resolve_auto(ZeroConfig.from_layers(layers), agreed=agreed, world_size=world_size, hidden_size=hidden_size)
 
 
 def _in_file(document: Document) -> dict[str, tuple[Any, Origin]]:
@@ -119,12 +119,12 @@ def _in_file(document: Document) -> dict[str, tuple[Any, Origin]]:
 def rows(config: ZeroConfig) -> list[dict[str, Any]]:
     """One row per field: key, value, source, effect."""
     table = []
-    for name in FIELD_NAMES:
+    for name, option in OPTIONS.items():
         origin = config.origins.get(name)
         source = config.where(name)
         if origin is not None and origin.reason is not None:
             source = f"{source} ({origin.reason})" if source != "auto" else origin.reason
-        table.append({"key": name, "value": getattr(config, name), "source": source, "does": DESCRIPTIONS[name]})
+        table.append({"key": name, "value": getattr(config, name), "source": source, "does": option.help})
     return table
 
 
@@ -159,7 +159,7 @@ def print_table(config: ZeroConfig, everything: bool, console) -> None:
             cells = [Text.assemble(f"{cells[0]}, {cells[1]}\n", (cells[2], "dim"))]
         table.add_row(row["key"], *cells, style=style)
     console.print(table, markup=False)
-    hidden = len(FIELD_NAMES) - len(shown)
+    hidden = len(OPTIONS) - len(shown)
     if hidden:
         console.print(f"{hidden} more settings that nobody has set: --all shows them", markup=False)
     for note in config.notes:

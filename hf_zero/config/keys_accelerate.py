@@ -1,20 +1,10 @@
 """The key tables of Accelerate's YAML: the top level, ``deepspeed_config`` and ``fsdp_config``."""
 
-import dataclasses
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.keys import (
-    CHECKED,
-    DEEPSPEED_KEYS,
-    FP16_ENABLED,
-    ZERO_KEYS,
-    Key,
-    accepted,
-    honoured,
-    refused,
-    table,
-)
+from hf_zero.config.keys import FP16_ENABLED, ZERO_KEYS, Key, accepted, combined, keys_of, passed_on, refused, table
+from hf_zero.config.options import OPTIONS
 
 
 # Pseudo-fields, combined by the reader.
@@ -24,15 +14,6 @@ FSDP_RESHARD = "_fsdp_reshard_after_forward"
 FSDP_OFFLOAD = "_fsdp_offload_params"
 
 _MULTINODE = ("standard",)
-
-FP16_FIELDS = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-)
 
 
 def to_strategy(value: Any) -> str:
@@ -55,19 +36,8 @@ def to_reshard(value: Any) -> bool | str:
 
 
 DEEPSPEED_SECTION_KEYS: dict[str, Key] = table(
-    honoured("zero_stage", "zero_stage", values.to_int, "what is sharded"),
-    honoured("zero3_init_flag", "zero3_init_flag", values.to_bool, "build the model already sharded"),
-    honoured("zero3_save_16bit_model", "zero3_save_16bit_model", values.to_bool, "weights are saved in 16 bit"),
-    honoured("offload_optimizer_device", "offload_optimizer_device", values.to_lower, "home of optimizer states"),
-    honoured("offload_optimizer_nvme_path", "offload_optimizer_nvme_path", values.to_path, "their folder"),
-    honoured("offload_param_device", "offload_param_device", values.to_lower, "home of the weights"),
-    honoured("offload_param_nvme_path", "offload_param_nvme_path", values.to_path, "their folder"),
-    honoured("gradient_clipping", "gradient_clipping", values.to_float, "global norm limit; only if asked"),
-    *CHECKED,
-    honoured("communication_data_type", "communication_data_type", values.to_dtype, "dtype of gradients on the wire"),
-    honoured("steps_per_print", "steps_per_print", values.to_interval, "steps between reports"),
-    honoured("wall_clock_breakdown", "wall_clock_breakdown", values.to_bool, "timings in the step report"),
-    honoured("deepspeed_config_file", DEEPSPEED_CONFIG_FILE, values.to_text, "a DeepSpeed JSON, read as well"),
+    *(keys_of(name, option.accelerate) for name, option in OPTIONS.items()),
+    combined("deepspeed_config_file", DEEPSPEED_CONFIG_FILE, values.to_text, "a DeepSpeed JSON, read as well"),
     accepted("deepspeed_multinode_launcher", "every machine runs its own launcher (torchrun)", *_MULTINODE),
     accepted("deepspeed_hostfile", "every machine runs its own launcher: use num_machines and machine_rank", "none"),
     accepted("deepspeed_inclusion_filter", "use num_machines, num_processes and gpu_ids", "none"),
@@ -77,17 +47,17 @@ DEEPSPEED_SECTION_KEYS: dict[str, Key] = table(
     accepted("is_train_batch_min", "the batch size is never taken from a loader", True),
     refused("enable_msamp", "MS-AMP is not supported: use mixed_precision bf16"),
     accepted("msamp_opt_level", "only has a meaning with MS-AMP"),
-    *ZERO_KEYS.values(),
+    ZERO_KEYS.values(),
 )
 
 _FSDP_GONE = "FSDP's own machinery; prefetch and order are planned from the first step here"
 _FSDP_UNITS = "units are found from the model: one per decoder layer"
 
 FSDP_KEYS: dict[str, Key] = table(
-    honoured("fsdp_sharding_strategy", FSDP_STRATEGY, to_strategy, "FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0"),
-    honoured("fsdp_reshard_after_forward", FSDP_RESHARD, to_reshard, "true: stage 3, false: stage 2"),
-    honoured("fsdp_offload_params", FSDP_OFFLOAD, values.to_bool, "weights and optimizer states in host memory"),
-    honoured("fsdp_cpu_offload", FSDP_OFFLOAD, values.to_bool, "name in FSDP2"),
+    combined("fsdp_sharding_strategy", FSDP_STRATEGY, to_strategy, "FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0"),
+    combined("fsdp_reshard_after_forward", FSDP_RESHARD, to_reshard, "true: stage 3, false: stage 2"),
+    combined("fsdp_offload_params", FSDP_OFFLOAD, values.to_bool, "weights and optimizer states in host memory"),
+    combined("fsdp_cpu_offload", FSDP_OFFLOAD, values.to_bool, "name in FSDP2"),
     accepted("fsdp_version", "both versions mean the same stages here", 1, 2, "1", "2"),
     accepted("fsdp_auto_wrap_policy", _FSDP_UNITS),
     accepted("fsdp_transformer_layer_cls_to_wrap", _FSDP_UNITS),
@@ -109,42 +79,16 @@ FSDP_KEYS: dict[str, Key] = table(
     accepted("fsdp_mixed_precision_policy", "use mixed_precision"),
 )
 
-_LAUNCH = "used by the launcher"
-
 # Keys of the top level. Those with a field are configuration; the others belong to the launcher and pass through.
 TOP_KEYS: dict[str, Key] = table(
-    honoured("mixed_precision", "mixed_precision", values.to_precision, "compute dtype; master weights are fp32"),
-    honoured("fp16", FP16_ENABLED, values.to_bool, "old form of mixed_precision fp16"),
-    *(
-        Key(path=name, note=_LAUNCH)
-        for name in (
-            "compute_environment",
-            "distributed_type",
-            "num_processes",
-            "num_machines",
-            "machine_rank",
-            "main_process_ip",
-            "main_process_port",
-            "main_training_function",
-            "rdzv_backend",
-            "same_network",
-            "use_cpu",
-            "gpu_ids",
-            "debug",
-            "enable_cpu_affinity",
-            "downcast_bf16",
-            "dynamo_backend",
-            "dynamo_config",
-            "mpirun_config",
-            "tpu_name",
-            "tpu_zone",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "tpu_env",
-            "tpu_vm",
-            "command_file",
-            "commands",
-        )
+    keys_of("mixed_precision", ("mixed_precision",)),
+    combined("fp16", FP16_ENABLED, values.to_bool, "old form of mixed_precision fp16"),
+    passed_on(
+        "compute_environment distributed_type num_processes num_machines machine_rank main_process_ip "
+        "main_process_port main_training_function rdzv_backend same_network use_cpu gpu_ids debug enable_cpu_affinity "
+        "downcast_bf16 dynamo_backend dynamo_config mpirun_config tpu_name tpu_zone tpu_use_cluster tpu_use_sudo "
+        "tpu_env tpu_vm command_file commands",
+        "used by the launcher",
     ),
     refused("fp8_config", "fp8 is not supported: use mixed_precision bf16", {}),
     refused("megatron_lm_config", "Megatron-LM runs are not hf_zero runs: remove the section", {}),
@@ -152,27 +96,13 @@ TOP_KEYS: dict[str, Key] = table(
 )
 
 # hf_zero's own fields: written flat in Python, in deepspeed_config, or in an "hf_zero" section of a JSON.
-OWN_KEYS: dict[str, Key] = table(
-    honoured("param_access", "param_access", values.to_text, "reading a sharded weight: gather it or raise"),
-    honoured("no_sync", "no_sync", values.to_text, "stages 2-3 under no_sync: reduce, or keep local gradients"),
-    honoured("deterministic_reduce", "deterministic_reduce", values.to_bool, "gradients summed in rank order"),
-    honoured("peer_memory", "peer_memory", values.to_bool, "CPU ranks of one machine read each other's memory"),
-    honoured("async_save", "async_save", values.to_bool, "checkpoints are written while training goes on"),
-    honoured("max_consecutive_skips", "max_consecutive_skips", values.to_int, "skipped steps before an error"),
-    honoured("hang_timeout_s", "hang_timeout_s", values.to_float, "seconds before a waiting rank is named"),
-)
+OWN_KEYS: dict[str, Key] = table(*(keys_of(name, (name,)) for name, option in OPTIONS.items() if option.own))
 
-# Keyword arguments and flat dicts: every ZeroConfig field under its own name.
-FLAT_KEYS: dict[str, Key] = table(
-    *(key for key in DEEPSPEED_SECTION_KEYS.values()),
-    *OWN_KEYS.values(),
-    TOP_KEYS["mixed_precision"],
-    *(dataclasses.replace(DEEPSPEED_KEYS[f"fp16.{name}"], path=name) for name in FP16_FIELDS),
-    honoured("check_grad_overflow", "check_grad_overflow", values.to_bool, "inf or nan skips the step"),
-    honoured("grad_accum_dtype", "grad_accum_dtype", values.to_dtype, "dtype gradients are summed in"),
-    DEEPSPEED_KEYS["optimizer"],
-    DEEPSPEED_KEYS["scheduler"],
-)
+# Keyword arguments and flat dicts: every option under its own name, and all that deepspeed_config may hold.
+FLAT_KEYS: dict[str, Key] = {
+    **DEEPSPEED_SECTION_KEYS,
+    **table(*(keys_of(name, (name,)) for name in OPTIONS)),
+}
 
 LAUNCH_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 SECTIONS = ("deepspeed_config", "fsdp_config")

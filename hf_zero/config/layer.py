@@ -1,28 +1,17 @@
-"""Reads one document against one key table into a ``Layer``: settings with their origins, notes and problems."""
+"""``Layer``: what one source says (settings with their origins, notes, problems), read by one key table; merging."""
 
+import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.checks import SIZES
 from hf_zero.config.documents import Document
 from hf_zero.config.keys import DEEPSPEED_KEYS, Key
 from hf_zero.config.keys_accelerate import DEEPSPEED_SECTION_KEYS, FLAT_KEYS, FSDP_KEYS, OWN_KEYS, TOP_KEYS
+from hf_zero.config.options import OPTIONS, Options
 from hf_zero.config.origin import Origin
-
-
-# Fields that keep the word "auto" until the run knows more; elsewhere "auto" means the default.
-STAYS_AUTO = frozenset(
-    (
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-        *SIZES,
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +45,31 @@ class Layer:
 
     def take(self, name: str) -> Setting | None:
         return self.settings.pop(name, None)
+
+
+def merge(layers: Iterable[Layer]) -> Layer:
+    """What all layers, weakest first, say together."""
+    merged = Layer()
+    for layer in layers:
+        merged.problems += layer.problems
+        merged.notes += layer.notes
+        for name, setting in layer.settings.items():
+            # A number says more than "auto": it stays, even where the word comes from a stronger source.
+            if name not in merged.settings or not values.is_auto(setting.value):
+                merged.settings[name] = setting
+    precision = merged.settings.get("mixed_precision")
+    if precision is not None and values.is_auto(precision.value):
+        merged.take("mixed_precision")  # the same as not writing it: the arguments or the launcher decide
+    merged.settings = {name: _resolve_plain_auto(name, setting) for name, setting in merged.settings.items()}
+    return merged
+
+
+def _resolve_plain_auto(name: str, setting: Setting) -> Setting:
+    """ "auto" means the default, except where it may stand until the run knows more."""
+    if not values.is_auto(setting.value) or OPTIONS[name].kind.auto:
+        return setting
+    default = Options.default(name)
+    return Setting(value=default, origin=dataclasses.replace(setting.origin, reason=f"auto: the default, {default!r}"))
 
 
 def read_keys(document: Document, table: Mapping[str, Key], layer: Layer, section: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Reads any accepted source into a ``ZeroConfig``: DeepSpeed JSON, Accelerate YAML, FSDP YAML, dict, arguments."""
+"""Reads any accepted source into layers: DeepSpeed JSON, Accelerate YAML, FSDP YAML, dict, arguments."""
 
 import dataclasses
 import os
@@ -25,9 +25,9 @@ from hf_zero.config.keys_accelerate import (
     SECTIONS,
     TOP_KEYS,
 )
-from hf_zero.config.layer import STAYS_AUTO, Layer, Setting, read_keys
+from hf_zero.config.layer import Layer, Setting, read_keys
+from hf_zero.config.options import Options
 from hf_zero.config.origin import ARGUMENTS, Origin
-from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
@@ -40,16 +40,11 @@ _STAGE_OF_STRATEGY = {
 }
 
 
-def read_config(source: Any = None, **overrides: Any) -> ZeroConfig:
-    """See ``ZeroConfig.from_any``. All problems of all sources are reported in one error."""
-    return build([*read_source(source), read_flat(overrides, ARGUMENTS)])
-
-
 def read_source(source: Any, label: str = "the configuration dict") -> list[Layer]:
     """The layers of one source, weakest first; ``label`` names a dict in messages."""
     if source is None:
         return []
-    if isinstance(source, ZeroConfig):
+    if isinstance(source, Options):
         return [_layer_of(source)]
     if isinstance(source, Mapping):
         return read_document(from_dict(dict(source), label))
@@ -61,38 +56,7 @@ def read_source(source: Any, label: str = "the configuration dict") -> list[Laye
     )
 
 
-def build(layers: list[Layer]) -> ZeroConfig:
-    """Merge layers, weakest first, into one configuration; every problem of every layer goes into one error."""
-    problems = [problem for layer in layers for problem in layer.problems]
-    notes = [note for layer in layers for note in layer.notes]
-    merged: dict[str, Setting] = {}
-    for layer in layers:
-        for name, setting in layer.settings.items():
-            # A number says more than "auto": it stays, even where the word comes from a stronger source.
-            if name not in merged or not values.is_auto(setting.value):
-                merged[name] = setting
-    if "mixed_precision" in merged and values.is_auto(merged["mixed_precision"].value):
-        del merged["mixed_precision"]  # the same as not writing it: the arguments or the launcher decide
-    settings = {name: _resolve_plain_auto(name, setting) for name, setting in merged.items()}
-    chosen = {name: setting.value for name, setting in settings.items()}
-    origins = {name: setting.origin for name, setting in settings.items()}
-    try:
-        config = ZeroConfig(**chosen, origins=origins, notes=tuple(notes))
-    except ZeroConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ZeroConfigError(problems)
-    return config.with_notes(advice(config))
-
-
-def _resolve_plain_auto(name: str, setting: Setting) -> Setting:
-    if not values.is_auto(setting.value) or name in STAYS_AUTO:
-        return setting
-    default = ZeroConfig.default(name)
-    return Setting(value=default, origin=dataclasses.replace(setting.origin, reason=f"auto: the default, {default!r}"))
-
-
-def _layer_of(config: ZeroConfig) -> Layer:
+def _layer_of(config: Options) -> Layer:
     settings = {
         name: Setting(value=getattr(config, name), origin=config.origins.get(name, Origin(label=ARGUMENTS)))
         for name in config.chosen()
@@ -185,7 +149,6 @@ def read_accelerate(document: Document) -> list[Layer]:
     data = document.data
     top = {key: value for key, value in data.items() if key not in SECTIONS}
     read_keys(dataclasses.replace(document, data=top), TOP_KEYS, layer)
-    layer.notes = [note for note in layer.notes if not note.endswith("used by the launcher")]
     if "mixed_precision" in layer.settings:
         layer.take(FP16_ENABLED)  # Accelerate looks at the old switch only where the new key is missing
     _combine_precision(layer)

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_zero.config import values
-from hf_zero.config.checks import CHOICES
 from hf_zero.config.consistency import Claim, check_consistency
-from hf_zero.config.fields import DESCRIPTIONS
 from hf_zero.config.keys import DEEPSPEED_KEYS, Key
 from hf_zero.config.keys_accelerate import DEEPSPEED_SECTION_KEYS, FSDP_KEYS, OWN_KEYS, TOP_KEYS
+from hf_zero.config.options import OPTIONS, Options
 from hf_zero.config.origin import Origin
-from hf_zero.config.schema import FIELD_NAMES, ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
 
@@ -76,9 +74,9 @@ def _keys(table: Mapping[str, Key]) -> str:
 
 def _meaning(key: Key) -> str:
     if key.field is None:
-        return str(key.refusal or key.note)
-    target = "" if key.field.startswith("_") or key.field == key.path.rsplit(".", 1)[-1] else f" (`{key.field}`)"
-    return key.doc + target
+        return key.refusal or key.note or key.doc
+    hidden = key.field.startswith("_") or key.field == key.path.rpartition(".")[2] or f"`{key.field}`" in key.doc
+    return key.doc if hidden else f"{key.doc} (`{key.field}`)"
 
 
 def _fields() -> str:
@@ -88,20 +86,11 @@ def _fields() -> str:
         "| field | default | values | what it does |",
         "| --- | --- | --- | --- |",
     ]
-    for name in FIELD_NAMES:
-        default = ZeroConfig.default(name)
-        choices = ", ".join(f"`{choice}`" for choice in CHOICES.get(name, ())) or _kind(default)
+    for name, option in OPTIONS.items():
+        default = Options.default(name)
         shown = f"{default:g}" if isinstance(default, (int, float)) and not isinstance(default, bool) else default
-        lines.append(f"| `{name}` | `{shown}` | {choices} | {DESCRIPTIONS[name]} |")
+        lines.append(f"| `{name}` | `{shown}` | {option.kind.shown} | {option.help} |")
     return "\n".join(lines) + "\n"
-
-
-def _kind(default: object) -> str:
-    if isinstance(default, bool):
-        return "`true`, `false`"
-    if isinstance(default, (int, float)) or default == values.AUTO:
-        return "number"
-    return ""
 
 
 def accumulation_outcome(yaml: object, json: object, args: object) -> int | str:

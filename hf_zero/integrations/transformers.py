@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_zero.config.arguments import ZERO_ARGUMENTS
 from hf_zero.config.builders import build_optimizer, build_scheduler
+from hf_zero.config.options import OPTIONS
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
 from hf_zero.integrations.reports import ZeroReportMixin
@@ -26,39 +27,30 @@ from hf_zero.launcher.environment import has_accelerator, prepare_rank_environme
 logger = logging.getLogger(__name__)
 
 
+def _given(option: str) -> Any:
+    """An argument that sets an option of the configuration where it is given."""
+    known = OPTIONS[option]
+    return field(default=None, metadata={"help": f"{known.help} ({known.kind.shown.replace('`', '')})"})
+
+
 @dataclass
 class ZeroArgumentsMixin:
     """The fields that hf_zero adds to any training arguments; what is not given comes from the launcher."""
 
-    zero_stage: int | None = field(
-        default=None,
-        metadata={"help": "ZeRO stage, 0 to 3. Default: what the launcher's or the DeepSpeed file says."},
-    )
+    zero_stage: int | None = _given("zero_stage")
     zero_config: dict | str | None = field(
         default=None,
         metadata={"help": "A DeepSpeed JSON or an Accelerate YAML to configure hf_zero by (path, or dict in Python)."},
     )
-    zero_param_access: str | None = field(
-        default=None,
-        metadata={"help": "What reading a sharded parameter outside its module does: 'gather' or 'raise'."},
-    )
+    zero_param_access: str | None = _given("param_access")
     zero_memory_report: bool = field(
         default=False,
         metadata={
             "help": "Write what each rank holds after every step to output_dir/zero_memory, and compare with the plan."
         },
     )
-    zero_no_sync: str | None = field(
-        default=None,
-        metadata={
-            "help": "Stages 2 and 3 between micro-batches: 'reduce' into shards each time, or accumulate 'local'ly "
-            "(less communication, more memory)."
-        },
-    )
-    zero_async_save: bool | None = field(
-        default=None,
-        metadata={"help": "Copy checkpoints to host memory and write them while training goes on."},
-    )
+    zero_no_sync: str | None = _given("no_sync")
+    zero_async_save: bool | None = _given("async_save")
 
     def __post_init__(self) -> None:
         for line in prepare_rank_environment():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config.documents import load_document
-from hf_zero.config.reader import build, read_accelerate_dict, read_flat, read_source
+from hf_zero.config.reader import read_accelerate_dict, read_flat, read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
 
@@ -65,7 +65,7 @@ def config_of_command(args: argparse.Namespace, folder: str | None = None) -> Ze
     if "deepspeed_config_file" in given:
         layers += read_source(resolve_path(args.deepspeed_config_file, folder))
     layers.append(read_flat(options, "command line"))
-    return build(layers)
+    return ZeroConfig.from_layers(layers)
 
 
 def _accelerate_file(file: str) -> str:

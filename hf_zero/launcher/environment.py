@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_zero.config import values
 from hf_zero.config.documents import load_document
-from hf_zero.config.reader import build, read_source
+from hf_zero.config.reader import read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroError, ZeroLaunchError
 from hf_zero.launcher import failures
@@ -115,7 +115,7 @@ def resolve_from_environment(
     launched, source = _from_launcher(environ, commands)
     if explicit is None:
         return Resolved(config=launched or ZeroConfig(), source=source or "defaults", launched=launched)
-    config = build([*read_source(launched), *read_source(explicit)])
+    config = ZeroConfig.from_layers([*read_source(launched), *read_source(explicit)])
     where = f"arguments, then {source}" if launched is not None else "arguments"
     return Resolved(config=config, source=where, launched=launched)
 
@@ -138,7 +138,7 @@ def _from_launcher(
     if any(name in environ for name in _DEEPSPEED_VARIABLES):
         names = {**_DEEPSPEED_VARIABLES, **_SHARED_VARIABLES}
         found = {key: environ[name] for name, key in names.items() if name in environ}
-        return build(read_source(found, "ACCELERATE_DEEPSPEED_* variables")), "ACCELERATE_DEEPSPEED_*"
+        return ZeroConfig.from_layers(read_source(found, "ACCELERATE_DEEPSPEED_* variables")), "ACCELERATE_DEEPSPEED_*"
     command = _launch_command(ancestors() if commands is None else commands)
     if command is None:
         return None, None

@@ -10,8 +10,7 @@ import yaml
 
 from hf_zero.config import Origin, ZeroConfig
 from hf_zero.config.documents import load_document
-from hf_zero.config.fields import DESCRIPTIONS
-from hf_zero.config.schema import FIELD_NAMES
+from hf_zero.config.options import OPTIONS
 from hf_zero.errors import ZeroConfigError
 
 
@@ -94,8 +93,12 @@ def test_sizes_in_elements():
     assert ZeroConfig(reduce_bucket_size="1B").elements("reduce_bucket_size", 4) == 1
 
 
-def test_every_field_is_described():
-    assert set(DESCRIPTIONS) == set(FIELD_NAMES)
+def test_every_field_is_declared_as_an_option():
+    fields = {field.name for field in dataclasses.fields(ZeroConfig)}
+    assert fields - set(OPTIONS) == {"origins", "notes"}
+    assert all(option.help for option in OPTIONS.values())
+    for name, option in OPTIONS.items():
+        assert ZeroConfig.default(name) is None or option.kind.problem(ZeroConfig.default(name)) is None, name
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -76,6 +76,10 @@ def test_every_conflict_is_listed_with_place_value_and_fix(tmp_path):
     with pytest.raises(ZeroConfigError) as caught:
         check_consistency(claims)
     assert caught.value.problems == (
+        "mixed_precision differs between its sources:\n"
+        f"       'bf16'   {file}:2 (mixed_precision)\n"
+        "       'fp16'   TrainingArguments (fp16)\n"
+        f"       fix: make {file}:2 say 'fp16', or change the arguments to match",
         "gradient_accumulation_steps differs between its sources:\n"
         f"       4        {file}:5 (deepspeed_config.gradient_accumulation_steps)\n"
         "       8        TrainingArguments (gradient_accumulation_steps)\n"
@@ -86,10 +90,6 @@ def test_every_conflict_is_listed_with_place_value_and_fix(tmp_path):
         "       0.5      TrainingArguments (max_grad_norm)\n"
         f'       fix: write "gradient_clipping: auto" in {file}:6, so that the arguments own it, or pass '
         "--max_grad_norm 1.0",
-        "mixed_precision differs between its sources:\n"
-        f"       'bf16'   {file}:2 (mixed_precision)\n"
-        "       'fp16'   TrainingArguments (fp16)\n"
-        f"       fix: make {file}:2 say 'fp16', or change the arguments to match",
     )
 
 

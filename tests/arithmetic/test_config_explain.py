@@ -12,8 +12,7 @@ from rich.console import Console
 
 from hf_zero import cli
 from hf_zero.config import explain, reference
-from hf_zero.config.fields import DESCRIPTIONS
-from hf_zero.config.schema import FIELD_NAMES
+from hf_zero.config.options import OPTIONS
 from tests.support.harness import LIMIT
 
 
@@ -33,7 +32,7 @@ def _json(capsys, *argv):
 def test_the_table_names_key_value_source_and_effect(capsys):
     assert _explain(ZERO3, "--all", "--hidden_size", 64, "--args", "--gradient_accumulation_steps", 4) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in FIELD_NAMES:
+    for name in OPTIONS:
         assert sum(line.split(" ")[0] == name for line in lines) == 1
     (line,) = [line for line in lines if line.startswith("gradient_accumulation_steps")]
     assert " 4 " in line and f"{ZERO3}:11 (auto: command line (gradient_accumulation_steps))" in line
@@ -45,7 +44,7 @@ def test_only_what_was_set_is_shown(capsys, tmp_path):
     assert _explain(file, "--args", "--zero_async_save", "true") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines[1:-1]] == ["zero_stage", "gradient_clipping", "async_save"]
-    assert lines[-1] == f"{len(FIELD_NAMES) - 3} more settings that nobody has set: --all shows them"
+    assert lines[-1] == f"{len(OPTIONS) - 3} more settings that nobody has set: --all shows them"
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -61,8 +60,8 @@ def test_a_terminal_of_any_width_shows_whole_words(columns, tmp_path, monkeypatc
     out = text.getvalue()
     assert max(map(len, out.splitlines())) <= columns
     words = set(out.split())
-    for name in FIELD_NAMES:
-        assert name in words and set(DESCRIPTIONS[name].split()) <= words, name
+    for name, option in OPTIONS.items():
+        assert name in words and set(option.help.split()) <= words, name
     assert {"zero.yaml:1", "10000"} <= {word.strip(",") for word in words}
 
 
@@ -70,7 +69,7 @@ def test_json_for_machines(capsys):
     status, shown = _json(capsys, ZERO3, "--world_size", 2, "--args", "--per_device_train_batch_size=3", "--bf16")
     rows = {row["key"]: row for row in shown["config"]}
     assert status == 0
-    assert list(rows) == list(FIELD_NAMES)
+    assert list(rows) == list(OPTIONS)
     assert rows["zero_stage"]["value"] == 3
     assert rows["train_batch_size"]["value"] == 6
     assert rows["overlap_comm"]["source"] == f"{ZERO3}:13"

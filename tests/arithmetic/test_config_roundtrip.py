@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.schema import FIELD_NAMES
+from hf_zero.config.options import OPTIONS
 
 
 counts = st.integers(1, 10**10)
@@ -67,7 +67,7 @@ settings = st.fixed_dictionaries({}, optional=FIELDS)
 
 
 def test_the_strategy_covers_every_field():
-    assert set(FIELDS) | FIXED == set(FIELD_NAMES)
+    assert set(FIELDS) | FIXED == set(OPTIONS)
     assert not set(FIELDS) & FIXED
 
 
