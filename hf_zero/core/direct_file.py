@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +51,19 @@ class Transfer:
     def __init__(self, requests: list[Future]) -> None:
         self._requests = requests
 
+    @classmethod
+    def of(cls, transfers: Iterable[Transfer]) -> Transfer:
+        """All of them as one."""
+        return cls([request for transfer in transfers for request in transfer._requests])
+
     @property
     def done(self) -> bool:
         return all(request.done() for request in self._requests)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over, and `wait` raises."""
+        return self.done and any(request.exception() for request in self._requests)
 
     def end(self) -> None:
         """Block until no request uses its memory any more, whatever has become of it."""

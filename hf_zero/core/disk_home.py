@@ -1,0 +1,277 @@
+"""Flat tensors that rest on disk: read into a slot of host memory when they are opened, written back behind.
+
+[Note: shells] At rest each tensor is a shell, one element expanded to the length: right shape and dtype, four bytes,
+NaN when read, an error when written to. Opening makes its data a part of a slot; it stays the same object, which
+optimizers know it by.
+
+[Note: order on disk] Nobody waits for a write before the same shelf is opened again. A read of other bytes into the
+memory that is being written is told of the write, and begins when it has ended. A write that failed leaves its shelf
+without values: every later `open` raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import mmap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer
+
+
+class _Use(enum.Enum):
+    NOTHING = enum.auto()
+    CLOSED = enum.auto()  # values that are on disk as well, or on their way there
+    FETCHED = enum.auto()  # values that are read ahead, or on their way here
+    OPEN = enum.auto()
+
+
+class _Slot:
+    """Host memory for one shelf at a time, page-aligned."""
+
+    def __init__(self) -> None:
+        self.shelf: DiskShelf | None = None
+        self.use, self.turn = _Use.NOTHING, 0
+        self.busy = Transfer([])  # what still reads or writes the memory
+        self.pages = _map(PAGE)
+
+    def grow(self, nbytes: int) -> bool:
+        """Have room for `nbytes`; whether other pages, with the same values, took the place of the present ones."""
+        if nbytes <= len(self.pages):
+            return False
+        self.busy.end()
+        old, self.pages = self.pages, _map(nbytes)
+        memoryview(self.pages)[: len(old)] = memoryview(old)
+        return True
+
+    def bytes(self, start: int, nbytes: int) -> memoryview:
+        return memoryview(self.pages)[start : start + nbytes]
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Memory that forked processes, as the workers of a data loader are, do not get.
+
+    A page that both had when a read was under way could keep its old values in this process.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    return pages
+
+
+class Slots:
+    """Memory for what is open, read ahead or being written: `count` slots, and more only while more are open."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._slots: list[_Slot] = []
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(slot.pages) for slot in self._slots)
+
+    def take(self, shelf: DiskShelf, urgent: bool) -> _Slot | None:
+        """A slot for `shelf`; where it is not urgent, None rather than one that holds what others have read ahead."""
+        slot = self._idle(urgent)
+        if slot is not None:
+            if slot.shelf is not None:
+                slot.shelf.lose_slot()
+            slot.shelf = shelf
+        return slot
+
+    def _idle(self, urgent: bool) -> _Slot | None:
+        by_use: dict[_Use, list[_Slot]] = {use: [] for use in _Use}
+        for slot in sorted(self._slots, key=lambda slot: slot.turn):
+            by_use[slot.use].append(slot)
+        if by_use[_Use.NOTHING]:
+            return by_use[_Use.NOTHING][0]
+        if len(self._slots) >= self.count:
+            if by_use[_Use.CLOSED]:
+                return by_use[_Use.CLOSED][0]  # its write has had most time
+            if not urgent:
+                return None
+            if by_use[_Use.FETCHED]:
+                return by_use[_Use.FETCHED][-1]  # it is needed last
+        self._slots.append(_Slot())
+        return self._slots[-1]
+
+    def mark(self, slot: _Slot, use: _Use) -> None:
+        """Say what a slot is used for from now on."""
+        self._turn += 1
+        slot.use, slot.turn = use, self._turn
+        if slot.shelf is not None and (
+            use is _Use.NOTHING or (use is _Use.CLOSED and len(self._slots) > self.count)  # was one too many
+        ):
+            slot.shelf.lose_slot()
+            slot.shelf, slot.use = None, _Use.NOTHING
+        if slot.use is _Use.NOTHING and len(self._slots) > self.count:
+            self._slots.remove(slot)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Where one kind lies: on disk, and in the slot."""
+
+    extent: Extent
+    start: int
+    dtype: torch.dtype
+
+
+class DiskShelf:
+    """Flat tensors of one length, `flats` by kind, that rest and travel together."""
+
+    def __init__(self, file: DirectFile, slots: Slots, numel: int, flats: Mapping[str, Tensor]) -> None:
+        assert numel, "what has no elements needs no disk"
+        self.numel = numel
+        self.flats: dict[str, Tensor] = {}
+        self._file, self._slots = file, slots
+        self._regions: dict[str, _Region] = {}
+        self._end = 0  # bytes of a slot that all kinds take
+        self._slot: _Slot | None = None
+        self._in_slot: set[str] = set()  # kinds whose values the slot holds, once `_fetched` is over
+        self._shown: set[str] = set()  # kinds whose tensors are parts of the slot
+        self._changed: set[str] = set()
+        self._opened = 0
+        self._fetched, self._written = Transfer([]), Transfer([])
+        with self.open(write=True):
+            for kind, tensor in flats.items():
+                self.add(kind, tensor)
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool = False, kinds: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """Have the tensors of these kinds (None: all) hold their values inside; with `write`, keep what changes.
+
+        May be nested. Raises ZeroRuntimeError where the disk fails, or has failed to take the values before.
+        """
+        kinds = set(self.flats if kinds is None else kinds)
+        self._written.wait()
+        self._fetch(kinds, urgent=True)
+        self._slots.mark(self._slot, _Use.OPEN)
+        self._opened += 1
+        try:
+            self._fetched.wait()
+            self._show(kinds)
+            if write:
+                self._changed |= kinds
+            yield self.flats
+        except BaseException:
+            if self._fetched.failed:
+                self._in_slot.clear()  # to be read anew
+            raise
+        finally:
+            self._opened -= 1
+            if not self._opened:
+                self._close()
+
+    def begin_fetch(self) -> None:
+        """Begin to read what the next `open` will need, where a slot can be had."""
+        if not self._opened and self._fetch(set(self.flats), urgent=False):
+            self._slots.mark(self._slot, _Use.FETCHED)
+
+    def _fetch(self, kinds: set[str], urgent: bool) -> bool:
+        """Begin to read the kinds that the slot does not hold yet; False where there is no slot."""
+        if self._slot is None:
+            self._slot = self._slots.take(self, urgent)
+            if self._slot is None:
+                return False
+            self._slot.grow(self._end)
+        missing = sorted(kinds - self._in_slot)
+        if missing:
+            after = Transfer.of([self._slot.busy, self._written])
+            self._fetched = Transfer.of([self._file.read(*self._places(kind), after) for kind in missing])
+            self._slot.busy = self._fetched
+            self._in_slot |= kinds
+        return True
+
+    def _places(self, kind: str) -> tuple[Extent, memoryview]:
+        region = self._regions[kind]
+        return region.extent, self._slot.bytes(region.start, region.extent.nbytes)
+
+    def _show(self, kinds: Collection[str]) -> None:
+        for kind in kinds:
+            self.flats[kind].data = self._view(kind)
+        self._shown |= set(kinds)
+
+    def _view(self, kind: str) -> Tensor:
+        region = self._regions[kind]
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._slot.pages, dtype=region.dtype, count=self.numel, offset=region.start)
+
+    def _close(self) -> None:
+        for kind in self._shown:
+            self.flats[kind].data = _shell(self.flats[kind].dtype).expand(self.numel)
+        self._shown.clear()
+        if self._changed:
+            self._written = Transfer.of([self._file.write(*self._places(kind)) for kind in sorted(self._changed)])
+            self._slot.busy = self._written
+            self._changed.clear()
+        self._slots.mark(self._slot, _Use.CLOSED if self._in_slot else _Use.NOTHING)
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        """Take a tensor over, in an `open`: a new kind, or one that takes the place of what was there.
+
+        Its memory is given back at once. Raises ZeroRuntimeError where the disk is full.
+        """
+        assert self._opened and tensor.shape == (self.numel,), (kind, tensor.shape)
+        region = self._regions.get(kind)
+        if region is None or region.dtype != tensor.dtype:
+            extent = self._file.allocate(self.numel * tensor.dtype.itemsize)
+            if region is not None:
+                self._file.free(region.extent)
+            self._regions[kind] = _Region(extent, self._end, tensor.dtype)
+            self._end += extent.nbytes
+            if self._slot.grow(self._end):
+                self._show(self._shown)
+        self._slot.busy.end()  # what the shelf before has left in the memory may still be on its way to the disk
+        self._view(kind).copy_(tensor.detach())
+        self.flats[kind] = tensor
+        self._in_slot.add(kind)
+        self._changed.add(kind)
+        self._show([kind])
+
+    def leave(self) -> None:
+        """Give slot and disk back. The tensors stay shells."""
+        assert not self._opened
+        self._written.end()  # others write to these pages from now on
+        if self._slot is not None:
+            self._slots.mark(self._slot, _Use.NOTHING)
+        for region in self._regions.values():
+            self._file.free(region.extent)
+        self._regions.clear()
+
+    def lose_slot(self) -> None:
+        """Another shelf takes the memory."""
+        self._slot = None
+        self._in_slot.clear()
+
+
+@functools.cache
+def _shell(dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1,), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype)
+
+
+class DiskHome:
+    """Keeps shelves in one unnamed file, and what is open, ahead or behind in `buffers` slots of host memory."""
+
+    def __init__(self, file: DirectFile, buffers: int = 4) -> None:
+        self.file = file
+        self._slots = Slots(buffers)
+
+    def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> DiskShelf:
+        """Take over the values of flat tensors of `numel` elements each; they are shells afterwards."""
+        return DiskShelf(self.file, self._slots, numel, flats)
+
+    def reaches(self, device: torch.device) -> bool:
+        """Whether a device reads what is kept here without a copy: none does."""
+        return False
+
+    def close(self) -> None:
+        """End the threads and give the disk back; nothing can be opened afterwards."""
+        self.file.close()
