@@ -21,7 +21,7 @@ help:
 	@echo "make demo     train a small model under ZeRO-3, save it, check it in a plain process"
 	@echo "make demo-grpo  train a weak model, then improve it by reinforcement learning under ZeRO-3"
 	@echo "make test     run all tests; make test-quick those without ranks, make exhaustive the long forms of some"
-	@echo "make quality  check style and generated pages; make style fixes the style"
+	@echo "make quality  check style, types and generated pages; make style fixes the style"
 	@echo "make clean    remove what demo and tests wrote (the environment stays)"
 
 venv: $(STAMP)
@@ -61,6 +61,7 @@ exhaustive: $(STAMP)
 quality: $(STAMP) docs-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The parity tables are measured, not checked here: `python -m benchmarks.parity_report docs/parity.md` takes minutes.
 docs-check: $(STAMP)

@@ -68,7 +68,8 @@ class Communicator:
         """
         if not dist.is_initialized():
             return cls(Alone())
-        group = group if group is not None else dist.group.WORLD
+        group = group or dist.group.WORLD
+        assert group is not None, "torch.distributed is initialized"
         if dist.get_world_size(group) == 1:
             return cls(Alone())
         if dist.get_backend(group) != "gloo":
@@ -175,8 +176,12 @@ class Communicator:
     def _own_reduce_scatter(self, flat: Tensor, numel: int, on_chunk: OnChunk, tag: Tag) -> Landing:
         out = flat.new_empty(numel)
         handle = self._transport.reduce_scatter(flat, out, tag)
+
         # `flat` stays referenced until the collective on its own stream is over.
-        return Landing([handle], lambda flat=flat: on_chunk(0, out))
+        def finish(flat: Tensor = flat) -> None:
+            on_chunk(0, out)
+
+        return Landing([handle], finish)
 
     def all_reduce(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
         """As `reduce_scatter` with one flat tensor, but every rank is given the whole result."""

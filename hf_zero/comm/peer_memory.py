@@ -53,7 +53,7 @@ class _Rank(NamedTuple):
 
     place: tuple | None
     pid: int
-    name: bytes | None  # of its socket
+    name: bytes  # of its socket; empty where it has none
     address: int  # where `probe` lies in its memory
     probe: bytes
 
@@ -92,10 +92,10 @@ class PeerMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(probe))
         place = _place()
         listener = None if place is None else _listen()
-        name = None if listener is None else listener.getsockname()
+        name = b"" if listener is None else listener.getsockname()
         everyone = [_Rank(*fields) for fields in exchange((place, os.getpid(), name, address, bytes(probe)))]
         peers = None
-        if all(one.place is not None and one.place == place and one.name for one in everyone):
+        if listener is not None and all(one.place is not None and one.place == place and one.name for one in everyone):
             try:
                 peers = PeerMemory(_meet(rank, listener, everyone), [one.pid for one in everyone])
                 peers._try_reading(everyone)
@@ -183,7 +183,7 @@ class PeerMemory:
     def _copy(self, peer: int, target: int, ranges: list[tuple[int, int]]) -> None:
         """Copy ranges of the peer's memory, one after another, to the address `target`."""
         while ranges:
-            theirs = (_Vector * len(ranges))(*ranges)
+            theirs = (_Vector * len(ranges))(*itertools.starmap(_Vector, ranges))
             ours = _Vector(target, sum(nbytes for _, nbytes in ranges))
             copied = _libc().process_vm_readv(self._pids[peer], ctypes.byref(ours), 1, theirs, len(ranges), 0)
             if copied <= 0:

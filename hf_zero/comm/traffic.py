@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from hf_zero.comm.topology import Link
 
@@ -19,7 +19,7 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.sent: Counter[tuple[str, Link]] = Counter()
-        self.waited: Counter[str] = Counter()
+        self.waited: defaultdict[str, float] = defaultdict(float)
 
     def count(self, kind: str, nbytes: int, link: Link = Link.NODE) -> None:
         """Note one collective of which this rank sends `nbytes`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,11 +63,11 @@ class Work:
         label: str = "",
         *,
         watchdog: Watchdog | None = None,
-        waited: Counter[str] | None = None,
+        waited: dict[str, float] | None = None,
     ) -> None:
         self._landing = landing
         self._label, self._watchdog = label, watchdog
-        self._waited = Counter() if waited is None else waited
+        self._waited = defaultdict(float) if waited is None else waited
 
     def wait(self) -> None:
         """Block (on NCCL: the compute stream) until the result is in its place."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from hf_zero.config import values
 from hf_zero.config.consistency import ARGUMENT_NAMES, Claim, claim_readings, config_claims
-from hf_zero.config.keys_accelerate import FLAT_KEYS
 from hf_zero.config.layer import Layer
 from hf_zero.config.options import OPTIONS
 from hf_zero.config.origin import Origin
@@ -67,9 +66,9 @@ def read_arguments(
 
 
 def _set(layer: Layer, name: str, value: Any, origin: Origin) -> None:
-    key = FLAT_KEYS[ZERO_ARGUMENTS[name]]
+    field = ZERO_ARGUMENTS[name]
     try:
-        layer.put(key.field, key.parse(value), origin)
+        layer.put(field, OPTIONS[field].kind.parse(value), origin)
     except ValueError as error:
         raise ZeroConfigError(f"{origin.where}: {name} is {value!r}: {error}") from None
 

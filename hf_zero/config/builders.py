@@ -181,10 +181,10 @@ class _DelayedSchedule(torch.optim.lr_scheduler.LRScheduler):
             return math.log(iteration + 1) / math.log(self._warmup_steps)
         return iteration / self._warmup_steps
 
-    def _rate(self, group: int, iteration: int) -> float:
+    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
         raise NotImplementedError
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         iteration = self.last_epoch - 1
         return [self._rate(group, iteration) for group in range(len(self.base_lrs))]
 
@@ -211,7 +211,7 @@ class _WarmupSchedule(_DelayedSchedule):
         self._total = total_num_steps
         super().__init__(optimizer, warmup_num_steps, warmup_type)
 
-    def _rate(self, group: int, iteration: int) -> float:
+    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
         if iteration < 0:
             return self._low[group]
         if iteration < self._warmup_steps:
@@ -240,7 +240,7 @@ class _CosineSchedule(_DelayedSchedule):
         self._start, self._floor = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, warmup_num_steps, warmup_type)
 
-    def _rate(self, group: int, iteration: int) -> float:
+    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
         if iteration < 0:
             return 0.0
         if iteration < self._warmup_steps:

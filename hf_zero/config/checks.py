@@ -1,5 +1,6 @@
 """The checks of a configuration's values, alone and in pairs; every finding names value and fix."""
 
+import math
 import os
 
 from hf_zero.config.declare import is_whole
@@ -30,13 +31,13 @@ def _pair_problems(config: Options) -> list[str]:
     for kind in ("optimizer", "param"):
         if getattr(config, f"offload_{kind}_device") == "nvme":
             problems += _folder_problem(config, f"offload_{kind}_nvme_path", f"offload_{kind}_device")
-    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    if is_whole(config.train_batch_size) and config.train_batch_size >= 1:
-        factors = [size for size in sizes[1:] if is_whole(size) and size >= 1]
-        product = factors[0] * factors[-1] if len(factors) == 2 else (factors or [1])[0]
-        if config.train_batch_size % product:
+    sizes = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    total = config.train_batch_size
+    if is_whole(total) and total >= 1:
+        product = math.prod(size for size in sizes if is_whole(size) and size >= 1)
+        if total % product:
             problems.append(
-                f"train_batch_size is {config.train_batch_size} ({config.where('train_batch_size')}), which is no "
+                f"train_batch_size is {total} ({config.where('train_batch_size')}), which is no "
                 f"multiple of micro-batch x accumulation = {product}: set train_batch_size to "
                 '"auto", or to micro-batch x accumulation x number of ranks'
             )

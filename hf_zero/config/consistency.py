@@ -174,8 +174,8 @@ def resolve_auto(
     ):
         if name not in resolved and values.is_auto(getattr(config, name)):
             resolved[name] = (value, _because(config, name, reason))
-    micro = resolved.get("train_micro_batch_size_per_gpu", (config.train_micro_batch_size_per_gpu,))[0]
-    accumulation = resolved.get("gradient_accumulation_steps", (config.gradient_accumulation_steps,))[0]
+    micro: Any = resolved.get("train_micro_batch_size_per_gpu", (config.train_micro_batch_size_per_gpu,))[0]
+    accumulation: Any = resolved.get("gradient_accumulation_steps", (config.gradient_accumulation_steps,))[0]
     if values.is_auto(config.train_batch_size) and not values.is_auto(micro) and world_size is not None:
         total = micro * accumulation * world_size
         reason = f"micro-batch x accumulation x ranks = {micro} x {accumulation} x {world_size}"

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_zero.config import values
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
@@ -42,6 +42,10 @@ def choice(*known: str, parse: Callable[[Any], str] = values.to_text) -> Kind:
     return _kind(parse, lambda value: value in known, expected, shown=", ".join(f"`{name}`" for name in known))
 
 
+def _between(value: int, lowest: int, highest: int | None) -> bool:
+    return lowest <= value and (highest is None or value <= highest)
+
+
 def whole(
     at_least: int,
     at_most: int | None = None,
@@ -51,10 +55,9 @@ def whole(
     parse: Callable[[Any], Any] = values.to_int,
 ) -> Kind:
     expected = expected or f"a whole number of at least {at_least}" + (' or "auto"' if auto else "")
-    highest = float("inf") if at_most is None else at_most
     return _kind(
         parse,
-        lambda value: (auto and values.is_auto(value)) or (is_whole(value) and at_least <= value <= highest),
+        lambda value: (auto and values.is_auto(value)) or (is_whole(value) and _between(value, at_least, at_most)),
         expected,
         shown=f"from {at_least}" + ("" if at_most is None else f" to {at_most}"),
         auto=auto,

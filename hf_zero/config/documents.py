@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Hashable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ def load_document(path: str | os.PathLike[str]) -> Document:
     return Document(data=data, label=file, file=file, lines=lines, notes=notes)
 
 
-def from_dict(data: dict[Hashable, Any], label: str) -> Document:
+def from_dict(data: Mapping[Any, Any], label: str) -> Document:
     wrong = [key for key in data if not isinstance(key, str)]
     if wrong:
         raise ZeroConfigError(f"{label}: keys must be text, got {wrong[0]!r}")
-    return Document(data=data, label=label)
+    return Document(data=dict(data), label=label)

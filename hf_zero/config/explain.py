@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.command_line import CommandParser
 from hf_zero.config import values
@@ -18,6 +18,9 @@ from hf_zero.config.reader import read_document
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroConfigError
 
+
+if TYPE_CHECKING:
+    from rich.console import Console  # slow to import
 
 # A file with one of these keys holds training arguments (a TRL or HfArgumentParser YAML), not a ZeRO configuration.
 _ARGUMENT_MARKS = {"output_dir", "learning_rate", "per_device_train_batch_size", "model_name_or_path", "max_steps"}
@@ -141,7 +144,7 @@ def _print_table(config: ZeroConfig, everything: bool) -> None:
     print_table(config, everything, console)
 
 
-def print_table(config: ZeroConfig, everything: bool, console) -> None:
+def print_table(config: ZeroConfig, everything: bool, console: "Console") -> None:
     """Print the settings that somebody has set, or `everything`, as wide as a rich console is; then the notes."""
     from rich.table import Table
     from rich.text import Text

@@ -47,7 +47,7 @@ def read_source(source: Any, label: str = "the configuration dict") -> list[Laye
     if isinstance(source, Options):
         return [_layer_of(source)]
     if isinstance(source, Mapping):
-        return read_document(from_dict(dict(source), label))
+        return read_document(from_dict(source, label))
     if isinstance(source, (str, os.PathLike)):
         return read_document(load_document(source))
     raise ZeroConfigError(
@@ -177,8 +177,8 @@ def read_accelerate(document: Document) -> list[Layer]:
             layer.put("zero_stage", 3, origin)
         return [layer]
     if data.get("deepspeed_config"):
-        section = document.part("deepspeed_config")
-        read_keys(section, {**DEEPSPEED_SECTION_KEYS, **OWN_KEYS}, layer, section="deepspeed_config.")
+        content = document.part("deepspeed_config")
+        read_keys(content, {**DEEPSPEED_SECTION_KEYS, **OWN_KEYS}, layer, section="deepspeed_config.")
         _combine_cpu_offload(layer)
     elif kind != "DEEPSPEED":
         layer.put("zero_stage", 0, origin)
@@ -197,7 +197,7 @@ def _check_launch_numbers(document: Document, layer: Layer) -> None:
 
 
 def read_accelerate_dict(data: Mapping[str, Any], label: str) -> list[Layer]:
-    return read_accelerate(from_dict(dict(data), label))
+    return read_accelerate(from_dict(data, label))
 
 
 def _with_json(layer: Layer, document: Document) -> list[Layer]:

@@ -52,8 +52,10 @@ class Messages(GroupTransport):
         for step in range(1, self.size):
             # Each step pairs the ranks differently, so that no rank is everybody's first target.
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            handles.append(dist.irecv(incoming[source], src=self.ranks[source], group=group, tag=tag.number))
-            handles.append(dist.isend(outgoing[target], dst=self.ranks[target], group=group, tag=tag.number))
+            received = dist.irecv(incoming[source], src=self.ranks[source], group=group, tag=tag.number)
+            sent = dist.isend(outgoing[target], dst=self.ranks[target], group=group, tag=tag.number)
+            assert received is not None and sent is not None, "this rank is one of the group's"
+            handles += [received, sent]
 
         def land() -> None:
             for rank, (target, source) in enumerate(zip(targets, incoming, strict=True)):
