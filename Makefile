@@ -72,5 +72,5 @@ style: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find hf_zero scripts recipes benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
