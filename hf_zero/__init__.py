@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from hf_zero.config import ZeroConfig
+    from hf_zero.core.engine import ZeroEngine
+    from hf_zero.core.unit import gathered_parameters
+    from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
+    from hf_zero.integrations.plain_loop import shard
+    from hf_zero.integrations.transformers import ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
+    from hf_zero.integrations.zero_init import zero_init
+    from hf_zero.tools.memory import memory_report
+    from hf_zero.tools.profiler import profiling
 
 __version__ = "0.1.0"
 
@@ -22,7 +34,25 @@ _HOMES = {
     "ZeroTrainer": "hf_zero.integrations.transformers",
     "zero_init": "hf_zero.integrations.zero_init",
 }
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "ZeroAccelerator",
+    "ZeroConfig",
+    "ZeroEngine",
+    "ZeroPlugin",
+    "ZeroTrainer",
+    "ZeroTrainerMixin",
+    "ZeroTrainingArguments",
+    "__version__",
+    "gathered_parameters",
+    "memory_report",
+    "profiling",
+    "shard",
+    "zero_init",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:
