@@ -295,6 +295,11 @@ def join(backend: str, store: Path, rank: int, world_size: int) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
+def join_launched(backend: str) -> None:
+    """Make this process a rank of the default group that its launcher describes in the environment."""
+    dist.init_process_group(backend)
+
+
 def store_of_ranks(timeout: timedelta) -> dist.Store:
     """A key-value store that all ranks reach: torchrun's own, which outlives ranks, else the process group's.
 

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.building import built_aside
 from hf_zero.checkpoint.model_folder import save_folder
 from hf_zero.checkpoint.plan import logical_state
 from hf_zero.checkpoint.staging import on_all_ranks
+from hf_zero.comm.communicator import MEETING_SECONDS
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.errors import ZeroCheckpointError
 from hf_zero.integrations import engine_state, plain_values
@@ -45,8 +46,10 @@ class LoopEngine(ZeroEngine):
         numbers, strings, tensors, and dicts, lists and tuples of them, such as `{"step": 100, "scheduler":
         scheduler.state_dict()}`. With `async_save` the values are copied, and a thread writes them meanwhile.
 
-        Raises ZeroCheckpointError on all ranks where one cannot write, and then the old folder is as it was.
+        Raises ZeroCheckpointError on all ranks where one cannot write, and then the old folder is as it was, and
+        ZeroRuntimeError that names the ranks where some do not call it.
         """
+        self.comm.meet("save_checkpoint", MEETING_SECONDS)
         final, is_main = Path(folder).resolve(), self.comm.rank == 0
         self._check_readable()
         # Before the first byte, and on all ranks.
@@ -71,6 +74,13 @@ class LoopEngine(ZeroEngine):
                 if is_main:
                     plain_values.write(built / RANDOM_STATES_NAME, generators)
                     plain_values.write(built / CLIENT_STATE_NAME, dict(client_state or {}))
+
+    def save_model(self, folder: str | os.PathLike) -> None:
+        """Write the weights in the dtype that the model computes in, with its configuration; a collective.
+
+        The folder is what `save_pretrained` would write (of a model that is not transformers' or PEFT's: safetensors).
+        """
+        save_folder(self.model, folder, self.comm, self.comm.rank == 0, functools.partial(_write_rest, self.model))
 
     def _check_readable(self) -> None:
         """Raise where a weight has no master, and `load_checkpoint` could not read it from the model's files."""

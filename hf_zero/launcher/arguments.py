@@ -10,6 +10,7 @@ from hf_zero.config.documents import load_document
 from hf_zero.config.reader import read_accelerate_dict, read_flat, read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
+from hf_zero.launcher import deepspeed_flags
 
 
 # Options of `accelerate launch` that are configuration; the others say where and how to start.
@@ -29,12 +30,16 @@ _CONFIG_OPTIONS = (
 
 
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of ``accelerate launch`` with Accelerate's own parser, under our command's name."""
+    """Parse the arguments of ``accelerate launch`` with Accelerate's own parser, and DeepSpeed's flags.
+
+    Raises ZeroLaunchError for flags of DeepSpeed that cannot be carried out.
+    """
     from accelerate.commands.launch import launch_command_parser  # imports torch: not at module level
 
     parser = launch_command_parser()
     parser.prog = "hf-zero launch"
-    return parser.parse_args(list(argv))
+    deepspeed_flags.declare(parser)
+    return deepspeed_flags.translate(parser.parse_args(list(argv)))
 
 
 def config_file_of(args: argparse.Namespace) -> str | None:

@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> int:
     """``hf-zero launch``: every option of ``accelerate launch``."""
     from accelerate.commands.launch import _validate_launch_command
 
-    args = parse_command(argv)
     try:
+        args = parse_command(argv)
         config = config_of_command(args)  # before Accelerate reads the file: our messages name lines
         _settle_processes(args)
         _fill_in(args)

@@ -24,6 +24,7 @@ LAYERS = {
     "planning": 4,
     "convert": 5,
     "integrations": 6,
+    "deepspeed": 7,
     "trl": 7,
     "cli": 7,
     "__init__": 8,
