@@ -70,6 +70,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = count
         self._slots: list[_Slot] = []
+        self._wanted: dict[DiskShelf, None] = {}  # to be read ahead when there is room, in this order
         self._turn = 0
 
     @property
@@ -84,6 +85,19 @@ class Slots:
                 slot.shelf.lose_slot()
             slot.shelf = shelf
         return slot
+
+    def want(self, shelf: DiskShelf) -> None:
+        """Have `shelf` read ahead as soon as there is room."""
+        self._wanted[shelf] = None
+        self._fetch_wanted()
+
+    def forget(self, shelf: DiskShelf) -> None:
+        """It is here, or gone."""
+        self._wanted.pop(shelf, None)
+
+    def _fetch_wanted(self) -> None:
+        while self._wanted and next(iter(self._wanted)).fetch_ahead():
+            del self._wanted[next(iter(self._wanted))]
 
     def _idle(self, urgent: bool) -> _Slot | None:
         by_use: dict[_Use, list[_Slot]] = {use: [] for use in _Use}
@@ -112,6 +126,8 @@ class Slots:
             slot.shelf, slot.use = None, _Use.NOTHING
         if slot.use is _Use.NOTHING and len(self._slots) > self.count:
             self._slots.remove(slot)
+        if slot.use in (_Use.NOTHING, _Use.CLOSED):
+            self._fetch_wanted()
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,7 @@ class DiskShelf:
         May be nested. Raises ZeroRuntimeError where the disk fails, or has failed to take the values before.
         """
         kinds = set(self.flats if kinds is None else kinds)
+        self._slots.forget(self)
         self._written.wait()
         self._fetch(kinds, urgent=True)
         self._slots.mark(self._slot, _Use.OPEN)
@@ -170,9 +187,16 @@ class DiskShelf:
                 self._close()
 
     def begin_fetch(self) -> None:
-        """Begin to read what the next `open` will need, where a slot can be had."""
-        if not self._opened and self._fetch(set(self.flats), urgent=False):
+        """Have it read ahead of the next `open`, behind those for which this was asked before."""
+        if not self._opened:
+            self._slots.want(self)
+
+    def fetch_ahead(self) -> bool:
+        """Begin to read everything; False where no slot can be had."""
+        begun = self._fetch(set(self.flats), urgent=False)
+        if begun:
             self._slots.mark(self._slot, _Use.FETCHED)
+        return begun
 
     def _fetch(self, kinds: set[str], urgent: bool) -> bool:
         """Begin to read the kinds that the slot does not hold yet; False where there is no slot."""
@@ -238,6 +262,7 @@ class DiskShelf:
     def leave(self) -> None:
         """Give slot and disk back. The tensors stay shells."""
         assert not self._opened
+        self._slots.forget(self)
         self._written.end()  # others write to these pages from now on
         if self._slot is not None:
             self._slots.mark(self._slot, _Use.NOTHING)

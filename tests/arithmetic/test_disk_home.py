@@ -156,22 +156,35 @@ def test_any_order_of_opening_gives_what_memory_would(tmp_path, seed):
     home.close()
 
 
-def test_what_is_read_ahead_is_not_read_again(home):
+def test_reads_go_on_ahead_of_what_is_opened(home):
+    """Three slots for six shelves: when one is closed, its slot is for the next that is wanted."""
+    shelves = [home.shelf(NUMEL, {"weight": leaf(number)}) for number in range(6)]
+    for round_ in range(2):
+        before, waited = home.file.moved["read"], []
+        for shelf in shelves:
+            shelf.begin_fetch()
+        for shelf in shelves:
+            waited.append(shelf._slot is None)
+            with shelf.open(write=True) as flats:
+                flats["weight"].data.add_(1)
+        assert not any(waited), "each of them was under way before it was opened"
+        assert home.file.moved["read"] - before <= 6 * PAGES, "nothing is read twice"
+    for number, shelf in enumerate(shelves):
+        with shelf.open() as flats:
+            torch.testing.assert_close(flats["weight"].detach(), leaf(number).detach() + 2)
+
+
+def test_what_is_needed_at_once_goes_before_what_is_read_ahead(home):
     shelves = [home.shelf(NUMEL, {"weight": leaf(number)}) for number in range(5)]
-    before = home.file.moved["read"]
     for shelf in shelves[:3]:
         shelf.begin_fetch()
-    shelves[3].begin_fetch()  # all slots hold what is needed before
-    for shelf in shelves[:3]:
-        with shelf.open():
-            pass
-    assert home.file.moved["read"] - before == 3 * PAGES
-    shelves[0].begin_fetch()
-    shelves[1].begin_fetch()
-    shelves[2].begin_fetch()
-    with shelves[4].open():  # takes the place of the last of them
-        pass
-    assert home.file.moved["read"] - before <= 3 * PAGES + PAGES + 3 * PAGES
+    assert [shelf._slot is None for shelf in shelves] == [False, False, False, True, True]
+    with shelves[4].open() as flats:
+        assert torch.equal(flats["weight"], leaf(4))
+        assert [shelf._slot is None for shelf in shelves] == [False, False, True, True, False]
+    for number in (2, 1, 0):
+        with shelves[number].open() as flats:
+            assert torch.equal(flats["weight"], leaf(number))
 
 
 def test_pages_that_are_given_back_are_used_again(home):
