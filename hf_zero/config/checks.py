@@ -75,7 +75,8 @@ def advice(config: Options) -> list[str]:
             continue
         needed, value = option.needs
         actual = getattr(config, needed)
+        allowed = value if isinstance(value, tuple) else (value,)
         still_open = OPTIONS[needed].shared and not config.is_set(needed)  # the arguments may say it later
-        if actual != value and not still_open:
+        if actual not in allowed and not still_open:
             notes.append(f"{config.where(name)}: {name} has no effect with {needed} {actual!r}")
     return notes

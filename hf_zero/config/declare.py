@@ -114,7 +114,7 @@ class Option:
     own: bool = False  # whether it is a key of a JSON's "hf_zero" section, and of deepspeed_config
     argument: str | None = None  # its name among training arguments
     shared: bool = False  # whether those arguments have a say, too: both must agree
-    needs: tuple[str, Any] | None = None  # the option, and its value, without which this one has no effect
+    needs: tuple[str, Any] | None = None  # the option, and its value or values, without which this has no effect
 
 
 def option(

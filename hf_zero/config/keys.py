@@ -80,16 +80,16 @@ def table(*groups: Iterable[Key]) -> dict[str, Key]:
 FP16_ENABLED = "_fp16_enabled"
 BF16_ENABLED = "_bf16_enabled"
 CPU_OFFLOAD = "_cpu_offload"
+CPU_OFFLOAD_PARAMS = "_cpu_offload_params"
 
 _NO_ENGINE_KNOB = "an internal switch of DeepSpeed's engine; nothing here needs it"
-_OFFLOAD_TUNING = "tuning of offload, which is not available yet"
 _MONITOR = "use report_to of the training arguments"
 
 # Keys of DeepSpeed's zero_optimization section that set nothing. Accelerate users write the same names inside
 # deepspeed_config (stock Accelerate drops them there), so the table is used for both.
 ZERO_KEYS: dict[str, Key] = table(
-    accepted("sub_group_size", "the optimizer steps flat tensors of one layer each; there are no tiles"),
     combined("cpu_offload", CPU_OFFLOAD, values.to_bool, "old name of offload_optimizer device cpu"),
+    combined("cpu_offload_params", CPU_OFFLOAD_PARAMS, values.to_bool, "old name of offload_param device cpu"),
     accepted("contiguous_gradients", "the transport decides whether gradients are packed", True),
     accepted("reduce_scatter", "stages 2 and 3 always reduce-scatter", True),
     accepted("allgather_partitions", "partitions are always all-gathered", True),
@@ -100,10 +100,10 @@ ZERO_KEYS: dict[str, Key] = table(
         "memory_efficient_linear override_module_apply load_from_fp32_weights legacy_stage1 "
         "module_granularity_threshold use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
         "allgather_sequential stage3_allgather_sequential use_multi_rank_bucket_allreduce log_trace_cache_warnings "
-        "enable_sanity_checks save_muon_momentum_buffer_in_memory use_pin_memory cpu_offload_params "
-        "cpu_offload_use_pin_memory",
+        "enable_sanity_checks save_muon_momentum_buffer_in_memory",
         _NO_ENGINE_KNOB,
     ),
+    accepted("use_pin_memory cpu_offload_use_pin_memory", "host memory is pinned where copies to a GPU gain by it"),
     accepted("elastic_checkpoint", "checkpoints load at any number of ranks"),
     accepted("pipeline_loading_checkpoint", "each rank reads only its own slices"),
     refused("zero_hpz_partition_size", "hierarchical partitioning (ZeRO++ hpZ) is not available yet: set it to 1", 1),
@@ -118,20 +118,28 @@ ZERO_KEYS: dict[str, Key] = table(
 
 _DEEPSPEED_REST: dict[str, Key] = table(
     accepted(
-        "zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.buffer_size "
-        "zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_optimizer.pipeline "
-        "zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write "
-        "zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.ratio "
-        "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc "
-        "zero_optimization.offload_optimizer.max_in_cpu",
-        _OFFLOAD_TUNING,
+        "zero_optimization.offload_optimizer.buffer_size zero_optimization.offload_param.buffer_size "
+        "zero_optimization.offload_param.buffer_count",
+        "buffers are made to fit what they hold",
     ),
     accepted(
-        "zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size "
-        "zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory",
-        _OFFLOAD_TUNING,
+        "zero_optimization.offload_optimizer.pipeline zero_optimization.offload_optimizer.pipeline_read "
+        "zero_optimization.offload_optimizer.pipeline_write",
+        "reads are always begun ahead, and writes finished behind",
+        True,
     ),
-    accepted("aio", "tuning of NVMe offload, which is not available yet"),
+    accepted("zero_optimization.offload_optimizer.fast_init", "states are written when they exist"),
+    accepted(
+        "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc",
+        "the step runs beside the passes in any case, exactly, with clipping",
+        False,
+    ),
+    accepted(
+        "zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory",
+        "host memory is pinned where copies to a GPU gain by it",
+        True,
+    ),
+    accepted("aio", "requests of 8 MiB pass the page cache, several at a time: nothing is to be tuned"),
     combined("fp16.enabled", FP16_ENABLED, values.to_bool, "fp16 compute, fp32 master weights"),
     accepted("fp16.auto_cast", "float inputs are cast to the compute dtype", False),
     accepted("fp16.fp16_master_weights_and_grads", "master weights stay fp32", False),

@@ -21,6 +21,7 @@ SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 _STAGE3 = ("zero_stage", 3)
 _FP16 = ("mixed_precision", "fp16")
+_OFFLOADED = ("offload_optimizer_device", ("cpu", "nvme"))
 
 
 def _stage3_names(name: str) -> str:
@@ -200,6 +201,7 @@ class Options:
         choice("none", "cpu", "nvme", parse=values.to_lower),
         deepspeed="zero_optimization.offload_optimizer.device",
         accelerate="offload_optimizer_device",
+        argument="zero_offload_optimizer_device",
     )
     offload_optimizer_nvme_path: str | None = option(
         None,
@@ -207,6 +209,32 @@ class Options:
         folder(),
         deepspeed="zero_optimization.offload_optimizer.nvme_path",
         accelerate="offload_optimizer_nvme_path",
+        argument="zero_offload_optimizer_nvme_path",
+    )
+    offload_optimizer_ratio: float = option(
+        1.0,
+        "share of the optimizer states that is offloaded; the first ones stay on the device",
+        number(lambda share: 0 <= share <= 1, "a share from 0 to 1", shown="from 0 to 1"),
+        deepspeed="zero_optimization.offload_optimizer.ratio",
+        accelerate="offload_optimizer_ratio",
+        argument="zero_offload_optimizer_ratio",
+        needs=_OFFLOADED,
+    )
+    offload_optimizer_max_in_cpu: int = option(
+        0,
+        "elements of each rank whose states stay in host memory although others are on disk",
+        whole(0),
+        deepspeed="zero_optimization.offload_optimizer.max_in_cpu",
+        accelerate="offload_optimizer_max_in_cpu",
+        argument="zero_offload_optimizer_max_in_cpu",
+        needs=("offload_optimizer_device", "nvme"),
+    )
+    offload_buffer_count: int = option(
+        4,
+        "buffers of host memory for states and for weights that come from disk or go there",
+        whole(2),
+        deepspeed="zero_optimization.offload_optimizer.buffer_count",
+        accelerate="offload_buffer_count",
     )
     offload_param_device: str = option(
         "none",
@@ -214,6 +242,7 @@ class Options:
         choice("none", "cpu", "nvme", parse=values.to_lower),
         deepspeed="zero_optimization.offload_param.device",
         accelerate="offload_param_device",
+        argument="zero_offload_param_device",
     )
     offload_param_nvme_path: str | None = option(
         None,
@@ -221,6 +250,21 @@ class Options:
         folder(),
         deepspeed="zero_optimization.offload_param.nvme_path",
         accelerate="offload_param_nvme_path",
+        argument="zero_offload_param_nvme_path",
+    )
+    offload_param_max_in_cpu: int = option(
+        0,
+        "elements of each rank's weights that stay in host memory although others are on disk",
+        whole(0),
+        deepspeed="zero_optimization.offload_param.max_in_cpu",
+        accelerate="offload_param_max_in_cpu",
+        needs=("offload_param_device", "nvme"),
+    )
+    sub_group_size: int = option(
+        1 << 22,
+        "elements that offloaded states are stepped and moved by, at most; more than the default changes nothing",
+        whole(1),
+        zero="sub_group_size",
     )
 
     # Checkpoints.

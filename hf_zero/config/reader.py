@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.config import values
 from hf_zero.config.checks import advice
 from hf_zero.config.documents import Document, from_dict, load_document
-from hf_zero.config.keys import BF16_ENABLED, CPU_OFFLOAD, DEEPSPEED_KEYS, FP16_ENABLED
+from hf_zero.config.keys import BF16_ENABLED, CPU_OFFLOAD, CPU_OFFLOAD_PARAMS, DEEPSPEED_KEYS, FP16_ENABLED
 from hf_zero.config.keys_accelerate import (
     DEEPSPEED_CONFIG_FILE,
     DEEPSPEED_SECTION_KEYS,
@@ -138,9 +138,10 @@ def _combine_precision(layer: Layer) -> None:
 
 
 def _combine_cpu_offload(layer: Layer) -> None:
-    setting = layer.take(CPU_OFFLOAD)
-    if setting is not None and setting.value is True:
-        layer.put("offload_optimizer_device", "cpu", setting.origin)
+    for old, device in ((CPU_OFFLOAD, "offload_optimizer_device"), (CPU_OFFLOAD_PARAMS, "offload_param_device")):
+        setting = layer.take(old)
+        if setting is not None and setting.value is True:
+            layer.put(device, "cpu", setting.origin)
 
 
 def read_accelerate(document: Document) -> list[Layer]:
@@ -263,4 +264,6 @@ def _read_fsdp(section: Document, layer: Layer) -> None:
             )
     if offload is not None and offload.value is True:
         layer.put("offload_optimizer_device", "cpu", offload.origin)
-        layer.put("offload_param_device", "cpu", offload.origin)
+        stage = layer.settings.get("zero_stage")
+        if stage is None or stage.value == 3:  # below it no rank has slices of weights that could be offloaded
+            layer.put("offload_param_device", "cpu", offload.origin)

@@ -51,6 +51,12 @@ class ZeroArgumentsMixin:
     )
     zero_no_sync: str | None = _given("no_sync")
     zero_async_save: bool | None = _given("async_save")
+    zero_offload_optimizer_device: str | None = _given("offload_optimizer_device")
+    zero_offload_optimizer_nvme_path: str | None = _given("offload_optimizer_nvme_path")
+    zero_offload_optimizer_ratio: float | None = _given("offload_optimizer_ratio")
+    zero_offload_optimizer_max_in_cpu: int | None = _given("offload_optimizer_max_in_cpu")
+    zero_offload_param_device: str | None = _given("offload_param_device")
+    zero_offload_param_nvme_path: str | None = _given("offload_param_nvme_path")
 
     def __post_init__(self) -> None:
         for line in prepare_rank_environment():

@@ -159,7 +159,7 @@ def test_any_order_of_opening_gives_what_memory_would(tmp_path, seed):
 def test_reads_go_on_ahead_of_what_is_opened(home):
     """Three slots for six shelves: when one is closed, its slot is for the next that is wanted."""
     shelves = [home.shelf(NUMEL, {"weight": leaf(number)}) for number in range(6)]
-    for round_ in range(2):
+    for _ in range(2):
         before, waited = home.file.moved["read"], []
         for shelf in shelves:
             shelf.begin_fetch()
