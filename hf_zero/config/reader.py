@@ -264,6 +264,6 @@ def _read_fsdp(section: Document, layer: Layer) -> None:
             )
     if offload is not None and offload.value is True:
         layer.put("offload_optimizer_device", "cpu", offload.origin)
-        stage = layer.settings.get("zero_stage")
-        if stage is None or stage.value == 3:  # below it no rank has slices of weights that could be offloaded
+        asked = layer.settings.get("zero_stage")
+        if asked is None or asked.value == 3:  # below it no rank has slices of weights that could be offloaded
             layer.put("offload_param_device", "cpu", offload.origin)
