@@ -144,8 +144,7 @@ def _parts(model: nn.Module, plan: SavePlan, names: set[str], comm: Communicator
             for index, start, values in resting_spans(buffer):
                 name = by_param.get(id(buffer.params[index]))
                 if name in names:
-                    counts = buffer.owns_slice or comm.rank == 0
-                    yield from _routed(routes.get(name, ()), start, values, counts)
+                    yield from _routed(routes.get(name, ()), start, values, buffer.is_first_owner)
     for name, tensor in logical.items():
         if name in names and plan.aliases[name] == name and not guard.is_prepared(tensor):
             yield from _routed(routes.get(name, ()), 0, tensor.detach().view(-1), comm.rank == 0)

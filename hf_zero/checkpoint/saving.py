@@ -140,7 +140,10 @@ def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterato
 
 def own_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
     """(parameter, first element, values) of this rank's share; what is replicated is shared out by slices too."""
-    low, high = buffer.layout.slice_bounds(buffer.comm.rank)
+    topology = buffer.mesh.topology
+    if topology.place_of(topology.rank)[0] != 0:
+        return  # the first replica has all
+    low, high = buffer.layout.slice_bounds(topology.slice_of(topology.rank))
     rest = buffer.local_shard() or [(0, buffer.end - buffer.begin, buffer.local_slice)]
     for start, stop, values in rest:
         begin, end = max(low, buffer.begin + start), min(high, buffer.begin + stop)

@@ -144,10 +144,8 @@ def load_state(
         for buffer in trained:
             for optimizer in optimizers:
                 _make_states(kinds, buffer, optimizer)
-        replicated = [buffer for buffer in trained if not buffer.owns_slice]
-        sharded = [buffer for buffer in trained if buffer.owns_slice]
-        counted = trained if comm.rank == 0 else sharded
-        uncounted = [] if comm.rank == 0 else replicated
+        counted = [buffer for buffer in trained if buffer.is_first_owner]
+        uncounted = [buffer for buffer in trained if not buffer.is_first_owner]
         found = commit.checksums(Path(folder))
         file.read(path, _in_file(file, counted, optimizers), found)
         sums.update(found or {})
@@ -197,8 +195,8 @@ def _parts(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks."""
     for buffer in buffers:
-        if comm is not None and not buffer.owns_slice and comm.rank != 0:
-            continue  # every rank owns everything: one writes
+        if comm is not None and not buffer.is_first_owner:
+            continue  # the first of those that keep the same writes
         for shard in buffer.master_shards:
             for kind, flat in _states(shard, optimizers).items():
                 for span in shard.spans():

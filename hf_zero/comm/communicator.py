@@ -40,16 +40,32 @@ class Communicator:
         transport: moves the bytes (see `connect`, which chooses one).
         deterministic: sum in rank order on every transport.
         watchdog: told while this process waits.
+        near: how many of the other ranks are on this rank's machine (default: all).
+        where: which ranks these are, for labels ("between nodes"); nothing for all.
+        traffic: where moves are counted (default: counters of its own).
+        reads: whether ranks of a part of the group may read each other's memory (see `split`).
     """
 
     _meetings: Counter[str] = Counter()  # by ranks: communicators of the same ranks share the count
     _watched: Counter[str] = Counter()  # by ranks: the watched communicators; all of them make the same ones
 
-    def __init__(self, transport: Transport, *, deterministic: bool = False, watchdog: Watchdog | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        deterministic: bool = False,
+        watchdog: Watchdog | None = None,
+        near: int | None = None,
+        where: str = "",
+        traffic: Traffic | None = None,
+        reads: bool = False,
+    ) -> None:
         self._transport = transport
         self.rank, self.world_size = transport.rank, transport.size
         self.deterministic, self.watchdog = deterministic, watchdog
-        self.traffic = Traffic()
+        self.near = self.world_size - 1 if near is None else near
+        self.traffic = Traffic() if traffic is None else traffic
+        self._where, self._reads = where, reads
         weakref.finalize(self, transport.close)
 
     @classmethod
@@ -61,10 +77,12 @@ class Communicator:
         deterministic: bool = False,
         hang_timeout_s: float = 0.0,
         peer_memory: bool = True,
+        together: bool = True,
     ) -> Communicator:
         """Choose a transport for the ranks of `group` (default: all) and tensors on `device`; a collective.
 
-        This is the only place that asks how ranks can exchange memory.
+        This is the only place that asks how ranks can exchange memory. `together` is False where the ranks are to be
+        taken as ranks of several machines, whatever they are.
         """
         if not dist.is_initialized():
             return cls(Alone())
@@ -75,10 +93,31 @@ class Communicator:
         if dist.get_backend(group) != "gloo":
             return cls(Nccl(group), deterministic=deterministic)
         transport = Messages(group)
-        if peer_memory and (device is None or device.type == "cpu"):
-            peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
-            transport = transport if peers is None else Reads(transport, peers)
-        return cls(transport, deterministic=deterministic, watchdog=cls._watch(transport, hang_timeout_s))
+        reads = peer_memory and (device is None or device.type == "cpu")
+        return cls(
+            _connect_memory(transport) if reads and together else transport,
+            deterministic=deterministic,
+            watchdog=cls._watch(transport, hang_timeout_s),
+            reads=reads,
+        )
+
+    def split(self, groups: Sequence[Sequence[int]], *, near: int, where: str) -> Communicator:
+        """The communicator of the one of `groups` that this rank is in, counted together with this; a collective.
+
+        `near` and `where` are as above. Ranks that are all near may read each other's memory.
+        """
+        transport = self._transport.split(groups)
+        if near == transport.size - 1 and self._reads:
+            transport = _connect_memory(transport)
+        watched = self.watchdog is not None and isinstance(transport, GroupTransport)
+        return Communicator(
+            transport,
+            deterministic=self.deterministic,
+            watchdog=self._watch(transport, self.watchdog.timeout_s) if watched else None,
+            near=near,
+            where=f" {where}",
+            traffic=self.traffic,
+        )
 
     @classmethod
     def imagine(
@@ -88,6 +127,7 @@ class Communicator:
         *,
         deterministic: bool = False,
         peer_memory: bool = True,
+        together: bool = True,
         on_buffer: Callable[[list[Tensor]], None],
     ) -> Communicator:
         """Rank 0 of `world_size` ranks that do not exist, for the planner: it counts, and moves nothing.
@@ -97,8 +137,11 @@ class Communicator:
         """
         if world_size == 1:
             return cls(Alone())
-        name = "nccl" if backend == "nccl" else "reads" if peer_memory else "messages"
-        return cls(Counting(world_size, name, on_buffer=on_buffer), deterministic=deterministic)
+        transport = Counting(world_size, "nccl" if backend == "nccl" else "messages", on_buffer=on_buffer)
+        reads = peer_memory and backend != "nccl"
+        return cls(
+            _connect_memory(transport) if reads and together else transport, deterministic=deterministic, reads=reads
+        )
 
     @classmethod
     def _watch(cls, transport: GroupTransport, timeout_s: float) -> Watchdog | None:
@@ -267,10 +310,19 @@ class Communicator:
     def _count(self, kind: str, nbytes: int) -> None:
         """Note a collective in which this rank sends `nbytes` to every other."""
         if self.world_size > 1 or self.shares:
-            self.traffic.count(kind, nbytes * (self.world_size - 1))
+            self.traffic.count(kind, nbytes * self.near, nbytes * (self.world_size - 1 - self.near))
 
     def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
-        return Work(landing, f"{kind} of {tag.name}", watchdog=self.watchdog, waited=self.traffic.waited)
+        return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
+
+
+def _connect_memory(transport: Transport) -> Transport:
+    """For ranks of one machine: the same, by reading each other's memory; as it is where the system forbids that."""
+    if isinstance(transport, Counting):
+        return transport.by_reads()
+    assert isinstance(transport, Messages)
+    peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
+    return transport if peers is None else Reads(transport, peers)
 
 
 class _RankOrderSum:
@@ -288,6 +340,11 @@ class _RankOrderSum:
         if source == self._last:
             total, self._total = self._total, None
             self._on_chunk(at, total)
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(number of ranks, this rank) of a process group; one process without any."""
+    return (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
 
 
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -30,6 +30,7 @@ class Topology:
     nodes: int = 1
     local: int = 1
     rank: int = 0
+    machine: int = 0  # ranks on one machine, which decides what a link is; 0: all
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.nodes, self.local) < 1:
@@ -66,7 +67,17 @@ class Topology:
 
     def link(self, one: int, other: int) -> Link:
         """What lies between two ranks."""
-        return Link.NODE if self.place_of(one)[:2] == self.place_of(other)[:2] else Link.NET
+        machine = self.machine or self.size
+        return Link.NODE if one // machine == other // machine else Link.NET
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one group only: all ranks."""
+        return self.replicas == self.nodes == 1
+
+    def at(self, rank: int) -> Topology:
+        """The same arrangement as another rank sees it."""
+        return replace(self, rank=rank)
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
@@ -79,6 +90,12 @@ class Topology:
         """The ranks with this rank's place on every node of its replica, in order."""
         replica, _, local = self.place_of(self.rank)
         return tuple(replica * self.shards + node * self.local + local for node in range(self.nodes))
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's replica, in order."""
+        first = self.rank - self.rank % self.shards
+        return tuple(range(first, first + self.shards))
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:

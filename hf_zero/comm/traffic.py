@@ -21,10 +21,12 @@ class Traffic:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self.waited: defaultdict[str, float] = defaultdict(float)
 
-    def count(self, kind: str, nbytes: int, link: Link = Link.NODE) -> None:
-        """Note one collective of which this rank sends `nbytes`."""
+    def count(self, kind: str, near: int, far: int = 0) -> None:
+        """Note one collective of which this rank sends `near` bytes inside its node and `far` to other nodes."""
         self.calls[kind] += 1
-        self.sent[kind, link] += nbytes
+        self.sent[kind, Link.NODE] += near
+        if far:
+            self.sent[kind, Link.NET] += far
 
     @property
     def bytes_sent(self) -> Counter[str]:
@@ -33,6 +35,11 @@ class Traffic:
         for (kind, _), nbytes in self.sent.items():
             total[kind] += nbytes
         return total
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """Bytes of all kinds to ranks on other nodes."""
+        return sum(nbytes for (_, link), nbytes in self.sent.items() if link is Link.NET)
 
     def clear(self) -> None:
         """Begin counting anew; the seconds go on."""

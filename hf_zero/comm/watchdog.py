@@ -64,7 +64,7 @@ class Watchdog:
         abort: Callable[[str], None] = end_process,
     ) -> None:
         self._store, self._prefix = store, f"hf_zero/hang/{name}"
-        self._rank, self._world_size, self._timeout_s, self._abort = rank, world_size, timeout_s, abort
+        self._rank, self._world_size, self.timeout_s, self._abort = rank, world_size, timeout_s, abort
         self._main = threading.get_ident()
         self._waiting: tuple[str, float] | None = None
         self._round = 0
@@ -100,7 +100,7 @@ class Watchdog:
     # -- the watching thread --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        pause = min(5.0, max(0.2, self._timeout_s / 10))
+        pause = min(5.0, max(0.2, self.timeout_s / 10))
         while not self._stop.wait(pause):
             try:
                 if self._overdue() or self._store.check([f"{self._prefix}/{self._round}/asked"]):
@@ -111,7 +111,7 @@ class Watchdog:
 
     def _overdue(self) -> bool:
         waiting = self._waiting
-        return waiting is not None and time.monotonic() - waiting[1] > self._timeout_s
+        return waiting is not None and time.monotonic() - waiting[1] > self.timeout_s
 
     def _compare(self) -> None:
         """One round: ask, answer, and judge the answers of all ranks."""
@@ -143,7 +143,7 @@ class Watchdog:
                 )
             self._last = places
         elif self._overdue():
-            logger.warning("waiting for more than %g s:\n%s", self._timeout_s, text)
+            logger.warning("waiting for more than %g s:\n%s", self.timeout_s, text)
             self._last = None
             waited = self._waiting
             if waited is not None:

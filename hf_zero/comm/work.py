@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,6 +69,9 @@ class Work:
         self._label, self._watchdog = label, watchdog
         self._waited = defaultdict(float) if waited is None else waited
 
+    def advance(self) -> None:
+        """Begin what follows when this is over (see `Route`): nothing."""
+
     def wait(self) -> None:
         """Block (on NCCL: the compute stream) until the result is in its place."""
         if self._landing is None:
@@ -92,6 +95,28 @@ class Work:
         else:
             self._watchdog.wait(self._label, wait)
         landing.finish()
+
+
+class Route(Work):
+    """Collectives one after another, each begun when the one before is over: the hops of one move.
+
+    Ranks that share a later hop must come to it in the same order as to others, so it begins where the caller says
+    so (`advance`, `wait`), and not when the one before happens to be over.
+    """
+
+    def __init__(self, first: Work, *more: Callable[[], Work]) -> None:
+        self._hop, self._more = first, deque(more)
+
+    def advance(self) -> None:
+        """Wait for the hop under way and begin the next one, if there is one."""
+        if self._more:
+            self._hop.wait()
+            self._hop = self._more.popleft()()
+
+    def wait(self) -> None:
+        while self._more:
+            self.advance()
+        self._hop.wait()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -134,8 +134,8 @@ class Options:
     )
     no_sync: str = option(
         "reduce",
-        "stages 2-3 under no_sync: reduce every micro-batch, or keep local gradients",
-        choice("reduce", "local"),
+        "stages 2-3 under no_sync: reduce every micro-batch, as far as the node, or keep local gradients",
+        choice("reduce", "node", "local"),
         own=True,
         argument="zero_no_sync",
     )
@@ -147,6 +147,25 @@ class Options:
     )
     allgather_bucket_size: Size | Auto = option(
         500_000_000, "elements per all-gather of updated weights (stages 1-2)", size(1), zero="allgather_bucket_size"
+    )
+    zero_hpz_partition_size: int = option(
+        1,
+        "ranks of a node: each node keeps all weights, so that gathers stay inside it; 1 for one slice on every rank",
+        whole(1),
+        zero="zero_hpz_partition_size",
+        needs=_STAGE3,
+    )
+    mics_shard_size: int | Auto = option(
+        0,
+        "ranks that share one copy of the state, others replicate it; 0 for all ranks, auto for those of a machine",
+        whole(0, auto=True, parse=values.to_count),
+        zero="mics_shard_size",
+    )
+    node_size: int | Auto = option(
+        values.AUTO,
+        "ranks on one machine, which decides what counts as traffic between nodes; auto for LOCAL_WORLD_SIZE",
+        whole(1, auto=True),
+        own=True,
     )
     hang_timeout_s: float = option(
         120.0,

@@ -258,10 +258,7 @@ def _read_fsdp(section: Document, layer: Layer) -> None:
         reason = f"{chosen.origin.written} {chosen.value} is ZeRO stage {stage}"
         layer.put("zero_stage", stage, dataclasses.replace(chosen.origin, reason=reason))
         if str(chosen.value).startswith("HYBRID"):
-            layer.notes.append(
-                f"{chosen.origin.where}: {chosen.value} shards over all ranks here, not only inside each machine: "
-                "less memory, more traffic between machines, the same numbers"
-            )
+            layer.put("mics_shard_size", values.AUTO, dataclasses.replace(chosen.origin, reason=reason))
     if offload is not None and offload.value is True:
         layer.put("offload_optimizer_device", "cpu", offload.origin)
         asked = layer.settings.get("zero_stage")

@@ -102,6 +102,11 @@ def to_precision(value: Any) -> str:
     return to_lower(value)
 
 
+def to_count(value: Any) -> int:
+    """A number of ranks; DeepSpeed writes -1 for all of them, here 0."""
+    return max(0, to_int(value))
+
+
 def to_interval(value: Any) -> int | None:
     """A number of steps; Accelerate writes infinity for "never"."""
     if value in (float("inf"), "inf", "Infinity"):

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.communicator import Communicator, place_in
 from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard
+from hf_zero.core.extents import arrange, check_nodes
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.loss_scale import LossScaler
@@ -52,6 +54,25 @@ def check_model(model: nn.Module, device: torch.device | None) -> None:
             f"parameter '{empty}' is on the meta device and has no values: make the model under "
             "`with hf_zero.zero_init():`, which needs no memory for it either, or load its weights first"
         )
+
+
+def connect(
+    model: nn.Module, config: ZeroConfig, group: dist.ProcessGroup | Communicator | None, device: torch.device | None
+) -> Mesh:
+    """The communicators of the ranks of `group`, arranged as the configuration says; a collective."""
+    if isinstance(group, Communicator):
+        return Mesh(group, arrange(config, group.world_size, group.rank))
+    topology = arrange(config, *place_in(group))
+    world = Communicator.connect(
+        group,
+        device=next(model.parameters()).device if device is None else torch.device(device),
+        deterministic=config.deterministic_reduce,
+        hang_timeout_s=config.hang_timeout_s,
+        peer_memory=config.peer_memory,
+        together=topology.machine == topology.size,
+    )
+    check_nodes(world, topology)
+    return Mesh(world, topology)
 
 
 def default_device(model: nn.Module, backend: str) -> torch.device:

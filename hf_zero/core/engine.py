@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_zero.comm.communicator import MEETING_SECONDS, Communicator
-from hf_zero.comm.mesh import Mesh
 from hf_zero.config import ZeroConfig
 from hf_zero.core import build, grad_norm, guard
 from hf_zero.core.buffers import BufferSync
 from hf_zero.core.build import DTYPES
+from hf_zero.core.extents import placements_of
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer, release_unused
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.core.optimizer import Binding
 from hf_zero.core.optimizer_set import OptimizerSet
 from hf_zero.core.partition import partition
-from hf_zero.core.placement import STAGES, Placement
+from hf_zero.core.placement import Placement
 from hf_zero.core.precision import Precision
 from hf_zero.core.prepared import attach, detach
 from hf_zero.core.schedule import Schedule
@@ -62,22 +62,14 @@ class ZeroEngine:
         build.check_model(model, device)
         self.config = config
         self.trainable = trainable
-        if not isinstance(group, Communicator):
-            group = Communicator.connect(
-                group,
-                device=next(model.parameters()).device if device is None else torch.device(device),
-                deterministic=config.deterministic_reduce,
-                hang_timeout_s=config.hang_timeout_s,
-                peer_memory=config.peer_memory,
-            )
-        self.comm = group
-        self.mesh = Mesh(group)
-        self.device = build.default_device(model, group.transport_name) if device is None else torch.device(device)
-        self.placements = STAGES[config.zero_stage if self.comm.shares else 0]
+        self.mesh = build.connect(model, config, group, device)
+        self.comm = self.mesh.world
+        self.device = build.default_device(model, self.comm.transport_name) if device is None else torch.device(device)
+        self.placements = placements_of(config, self.mesh.topology, self.comm.shares)
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
         self.control = StepControl(
-            self.comm,
+            self.mesh,
             device=self.device,
             sharded=self.placements.optimizer is Placement.SHARDED,
             scaler=self.scaler,
@@ -103,7 +95,8 @@ class ZeroEngine:
             self.units,
             limits=build.make_limits(config),
             unsharded=builder.unsharded,
-            reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync == "reduce",
+            reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync != "local",
+            stop_at_node=config.no_sync == "node",
         )
         self.schedule.before_forward = self._before_forward
         self.schedule.before_backward = self._before_backward
@@ -269,7 +262,7 @@ class ZeroEngine:
     def undo(self) -> None:
         """Make the model an ordinary one again, with whole parameters of its own on every rank."""
         self._structure.dissolve()
-        self.comm.close()
+        self.mesh.close()
         detach(self.model)
 
     def zero_grad(self) -> None:
@@ -298,7 +291,7 @@ class ZeroEngine:
             self._module_buffers.before_forward(reduces=self.schedule.sync)
 
     def _before_backward(self) -> None:
-        self.comm.prepare_reductions()
+        self.mesh.prepare_reductions()
         self.control.gradients_changed()
 
     def _settle_gradients(self) -> None:
@@ -336,18 +329,19 @@ class ZeroEngine:
     def before_load(self) -> None:
         """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
         self.schedule.reshard_all()
-        self.comm.fence()
+        for unit in self.units:
+            unit.finish_refresh()
+        self.mesh.fence()
 
     def after_load(self) -> None:
         """The masters have changed: casts of them are made anew."""
         for unit in self.units:
+            unit.begin_refresh()
             if unit.pins and unit.sharded:
                 unit.restore()
-            else:
-                unit.begin_refresh()
         # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.
-        self.comm.drain(work for unit in self.units if not unit.sharded for work in unit.works)
-        self.comm.fence()
+        self.mesh.node.drain(work for unit in self.units if not unit.sharded for work in unit.works)
+        self.mesh.fence()
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.mesh import Mesh
-from hf_zero.comm.work import UNTAGGED, Tag, Work
+from hf_zero.comm.mesh import Mesh, NodeSum
+from hf_zero.comm.topology import Topology
+from hf_zero.comm.work import UNTAGGED, Route, Tag, Work
 from hf_zero.core import deferred, guard
 from hf_zero.core.heap import heap
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
-from hf_zero.core.placement import MOVES, Move, Placement, Placements
+from hf_zero.core.placement import MOVES, Extent, Move, Placement, Placements
 
 
 class FlatBuffer:
@@ -27,6 +28,10 @@ class FlatBuffer:
     At rest a rank keeps `[begin, end)` of the range: in fp32 masters where the parameters are trained
     (`master_shards`), in `frozen_shard` where they are frozen and sharded, and nowhere but in `unsharded` where they
     are frozen and replicated.
+
+    [Note: node slice] Where parameters are sharded over each node, and their masters over all nodes, a rank also
+    keeps `node_slice`: its share of the node's weights in their own dtype, of which `[begin, end)` is a part. Gathers
+    take it from there and stay inside the node; `refresh` brings it up to date after a step.
 
     The constructor only lays out; `distribute` takes the values over, on all ranks.
     """
@@ -53,9 +58,16 @@ class FlatBuffer:
         self.layout = FlatLayout(
             [p.shape for p in params], mesh.topology.shards, max(1, ALIGNMENT_BYTES // dtype.itemsize)
         )
+        by_node = self.sharded and mesh.column is not None
+        assert not by_node or placements.parameter_extent is Extent.NODE, "gathers have one hop"
+        node = node_bounds(self.layout, mesh.topology)
         self.begin, self.end = 0, self.layout.padded_numel
         if self.owns_slice:
-            self.begin, self.end = self.layout.slice_bounds(mesh.topology.slice_of(mesh.topology.rank))
+            own = self.layout.slice_bounds(mesh.topology.slice_of(mesh.topology.rank))
+            self.begin, self.end = node if by_node and not trainable else own
+        self.node_bounds = node if by_node else None  # of this rank's share of sharded parameters, if not [begin, end)
+        self.node_slice: Tensor | None = None
+        self._node_sum = NodeSum(node[1] - node[0])
         self.master_shards: list[MasterShard] = []
         self.frozen_shard: Tensor | None = None
         self._rest_dtype = rest_dtype or dtype
@@ -91,6 +103,7 @@ class FlatBuffer:
             self.frozen_shard = owned.to(self._rest_dtype, copy=True)
         freed = owned.nbytes
         del owned
+        self._renew_node_slice()
         self._point_parameters()
         if self.sharded:
             self.release()
@@ -102,6 +115,13 @@ class FlatBuffer:
         for span in self.layout.spans(self.begin, self.end):
             sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
         return owned
+
+    def _renew_node_slice(self) -> None:
+        """Make the node's slice of trained parameters from masters, in the present dtype; a collective."""
+        if self.trainable and self.node_bounds is not None:
+            low, high = self.node_bounds
+            self.node_slice = torch.empty(high - low, dtype=self.dtype, device=self.device)
+            self.refresh().wait()
 
     def new_master(self, start: int, stop: int) -> MasterShard:
         """A master of zeros for elements [start, stop), counted from `begin`."""
@@ -122,6 +142,20 @@ class FlatBuffer:
     def owns_slice(self) -> bool:
         """Whether what rests here is one slice of it; otherwise every rank keeps the same."""
         return self.at_rest is Placement.SHARDED
+
+    @property
+    def kept_weights(self) -> list[Tensor]:
+        """What rests here of weights besides `unsharded` and masters."""
+        return [tensor for tensor in (self.frozen_shard, self.node_slice) if tensor is not None]
+
+    @property
+    def is_first_owner(self) -> bool:
+        """Whether this rank is the first of those that keep the same exact values at rest."""
+        topology = self.mesh.topology
+        replica, node, _ = topology.place_of(topology.rank)
+        if not self.owns_slice:
+            return topology.rank == 0
+        return replica == 0 and (node == 0 or self.trainable or self.node_bounds is None)
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -177,9 +211,10 @@ class FlatBuffer:
         self.dtype = dtype
         if self.local_shard():
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
+            self._renew_node_slice()
             if not self.sharded:
                 self.gather().wait()
-                self.comm.fence(self.tag)
+                self.mesh.fence(self.tag)
         else:
             self.unsharded = self.unsharded.to(dtype)
         self._point_parameters()
@@ -191,6 +226,7 @@ class FlatBuffer:
         if self.local_shard() and self.original_dtype != self.dtype:
             self.dtype = self.original_dtype
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+            self._renew_node_slice()
             self.gather().wait()
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view.clone())
@@ -207,18 +243,40 @@ class FlatBuffer:
         """Bring `unsharded` up to date from what every rank keeps at rest (sharded or changed by a step)."""
         if not self.layout.padded_numel:  # nothing but parameters of no elements
             return Work()
+        if self.node_slice is not None:
+            low, high = self.node_bounds
+            self.unsharded[low:high].copy_(self.node_slice)
+            return self.mesh.gather(self.unsharded, self.tag, [self.node_slice])
+        rest, own = self.local_shard(), self.local_slice
+        self._cast_into(own)
+        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
+            # A replicated buffer keeps what it has sent: whoever changes it settles first.
+            kept = [values for _, _, values in rest] if self.sharded else [own]
+            move = self.mesh.gather if self.sharded else self.mesh.gather_all
+            return move(self.unsharded, self.tag, kept)
+        return Work()
+
+    def refresh(self) -> Work:
+        """After a step: bring up to date what this rank keeps of trained weights outside of the masters, if anything.
+
+        That is all of them where they are replicated, and the node's slice where there is one.
+        """
+        if not self.trainable or not self.layout.padded_numel:
+            return Work()
+        if self.node_slice is None:
+            return Work() if self.sharded else self.gather()
+        at = self.begin - self.node_bounds[0]
+        self._cast_into(self.node_slice[at : at + self.end - self.begin])
+        return self.mesh.refresh(self.node_slice, self.tag)
+
+    def _cast_into(self, own: Tensor) -> None:
+        """Copy what rests here into a tensor of elements [begin, end)."""
         rest = self.local_shard()
         with torch.no_grad():
-            own = self.local_slice
             if len(rest) == 1:  # all of it
                 own.copy_(rest[0][2])
             else:
                 torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
-        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
-            # A replicated buffer keeps what it has sent: whoever changes it settles first.
-            kept = [values for _, _, values in rest] if self.sharded else [own]
-            return self.mesh.gather(self.unsharded, self.tag, kept)
-        return Work()
 
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds in shards (None: zeros); a collective."""
@@ -233,7 +291,7 @@ class FlatBuffer:
             if value is not None:
                 own[shard.start : shard.stop] = value
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
-            self.mesh.gather(flat, self.tag, ()).wait()
+            self.mesh.gather_all(flat, self.tag, ()).wait()
 
     def write_grads(self, values: Mapping[int, Tensor]) -> None:
         """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
@@ -246,18 +304,42 @@ class FlatBuffer:
     def reduces_parts(self) -> bool:
         """Whether `reduce` takes gradients from where they are (else one flat tensor)."""
         scatters = MOVES[Placement.PARTIAL, self.at_rest] is Move.REDUCE_SCATTER
-        return self.comm.takes_parts and (scatters or not self.comm.shares)
+        return self.mesh.takes_parts and (scatters or not self.comm.shares)
 
-    def reduce(self, parts: Sequence[Tensor], scale: float) -> Work:
+    def reduce(self, parts: Sequence[Tensor], scale: float, *, to_owner: bool = True) -> Work:
         """Add `scale` times the mean over ranks to the gradients of the masters, once it is waited for.
 
-        `parts` are unreduced gradients, flat and end to end as the parameters are in `unsharded`.
+        `parts` are unreduced gradients, flat and end to end as the parameters are in `unsharded`. Without `to_owner`
+        they go as far as the node, where they are kept for the next time.
         """
         if not self.layout.padded_numel:
             return Work()
-        scatters = MOVES[Placement.PARTIAL, self.at_rest] is Move.REDUCE_SCATTER
-        move = self.mesh.scatter if scatters else self.mesh.reduce
-        return move(parts, functools.partial(self._accumulate, scale / self.comm.world_size), self.tag)
+        take = functools.partial(self._accumulate, scale / self.comm.world_size)
+        if MOVES[Placement.PARTIAL, self.at_rest] is not Move.REDUCE_SCATTER:
+            return self.mesh.reduce(parts, take, self.tag)
+        if self.mesh.hops == 1:
+            return self.mesh.scatter(parts, take, self.tag)
+        inside = self.mesh.scatter(parts, self._node_sum.add, self.tag)
+        return Route(inside, functools.partial(self.reduce_on, scale)) if to_owner else inside
+
+    @property
+    def sums_on_node(self) -> Tensor | None:
+        """Gradients that have come as far as the node and no further; the same on every rank whether there are."""
+        return self._node_sum.values
+
+    def reduce_on(self, scale: float) -> Work:
+        """As `reduce`, with the sums that were kept on the node."""
+        take = functools.partial(self._accumulate, scale / self.comm.world_size)
+        return self.mesh.scatter_on(self._node_sum.take(), take, self.tag)
+
+    def drop_sums_on_node(self, indices: Collection[int]) -> None:
+        """Forget those of some parameters."""
+        if len(indices) == len(self.params):
+            self._node_sum.drop()
+        elif self.sums_on_node is not None:
+            low, high = node_bounds(self.layout, self.mesh.topology)
+            spans = self.layout.spans(low, high)
+            self._node_sum.clear((span.offset, span.numel) for span in spans if span.index in indices)
 
     def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
         """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
@@ -290,3 +372,13 @@ class FlatBuffer:
             for start, stop, values in self.local_shard():
                 seen = own[start:stop]
                 values.copy_(torch.where(seen != values.to(seen.dtype), seen.to(values.dtype), values))
+            if self.node_slice is not None:
+                low, high = self.node_bounds
+                self.node_slice.copy_(self.unsharded[low:high])
+
+
+def node_bounds(layout: FlatLayout, topology: Topology) -> tuple[int, int]:
+    """The half-open element range that the owners of one column have together (see [Note: slice order])."""
+    share = layout.slice_numel * topology.nodes
+    local = topology.place_of(topology.rank)[2]
+    return local * share, (local + 1) * share

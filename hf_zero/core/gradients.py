@@ -48,7 +48,8 @@ class GradientBuffer:
     @property
     def held(self) -> list[Tensor]:
         """The tensors that hold what is collected."""
-        return list(self._sums.values()) if self._flat is None else [self._flat]
+        on_node = [] if self.buffer.sums_on_node is None else [self.buffer.sums_on_node]
+        return [*(self._sums.values() if self._flat is None else [self._flat]), *on_node]
 
     @property
     def fetched(self) -> list[Tensor]:
@@ -93,13 +94,30 @@ class GradientBuffer:
     def _copy(self, grad: Tensor) -> Tensor:
         return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
 
-    def begin_reduce(self) -> None:
-        """Start the reduction of everything collected; parameters without a gradient contribute zeros."""
+    def begin_reduce(self, *, to_owner: bool = True) -> None:
+        """Start the reduction of everything collected; parameters without a gradient contribute zeros.
+
+        Without `to_owner` it goes as far as the node, if there are several.
+        """
         self.finish_reduce()
         self.outdate_whole()
-        self.present |= self._all
-        self._work = self.buffer.reduce(self._parts(), self._unscale)
-        self.drop()
+        if self.unreduced:
+            self.present |= self._all
+            self._work = self.buffer.reduce(self._parts(), self._unscale, to_owner=to_owner)
+            self.drop()
+        elif self.buffer.sums_on_node is not None and to_owner:
+            self._work = self.buffer.reduce_on(self._unscale)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the masters lack something of the gradient; the same on every rank."""
+        return bool(self.unreduced) or (self.buffer.sums_on_node is not None and not self.is_reducing)
+
+    def _bring_in(self) -> None:
+        """Bring what was kept on the node to the masters; a collective."""
+        self.finish_reduce()
+        if self.buffer.sums_on_node is not None:
+            self.buffer.reduce_on(self._unscale).wait()
 
     @property
     def is_awaited(self) -> bool:
@@ -129,6 +147,11 @@ class GradientBuffer:
     def is_reducing(self) -> bool:
         """Whether a reduction is under way."""
         return self._work is not None
+
+    def advance_reduce(self) -> None:
+        """Begin the next hop of a reduction under way, if there is one."""
+        if self._work is not None:
+            self._work.advance()
 
     def finish_reduce(self) -> None:
         """Wait for a reduction under way, whose result is added to the gradients of the masters."""
@@ -171,6 +194,7 @@ class GradientBuffer:
         whole.allocate()
         whole.local = bool(self.unreduced)
         if not whole.local:
+            self._bring_in()
             self.buffer.gather_into(whole.flat, [shard.weight.grad for shard in self.buffer.master_shards])
             return
         for index in self._sums:
@@ -213,6 +237,7 @@ class GradientBuffer:
 
     def put(self, index: int, value: Tensor | None) -> None:
         """Replace the gradient of one parameter; every rank gives the same value."""
+        self._bring_in()
         flat = None if value is None else value.detach().reshape(-1)
         if self._whole is not None and self._whole.fetched:
             self._whole.replaced.add(index)  # who has read the old one keeps it
@@ -269,6 +294,7 @@ class GradientBuffer:
         dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
         for index in dropped:
             self._sums.pop(index, None)
+        self.buffer.drop_sums_on_node(dropped)
         self.used -= dropped
         self.present -= dropped
         self.unreduced -= dropped
@@ -280,6 +306,7 @@ class GradientBuffer:
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""
         self.drop()
+        self.buffer.drop_sums_on_node(self._all)
         self.used.clear()
         self.present.clear()
         self._outdated.clear()

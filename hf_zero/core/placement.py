@@ -14,6 +14,13 @@ class Placement(Enum):
     SHARDED = "sharded"  # every rank holds one contiguous slice
 
 
+class Extent(Enum):
+    """Over which ranks a kind of state is shared out."""
+
+    SHARD = "the ranks of a replica"
+    NODE = "the ranks of one node: every node keeps all of it"
+
+
 class Move(Enum):
     """What brings a tensor from one placement to another."""
 
@@ -34,15 +41,24 @@ MOVES: dict[tuple[Placement, Placement], Move] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """One row of the stage table (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5)."""
+    """One row of the stage table (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
+
+    Gradients and optimizer state are shared out over a whole replica, sharded parameters over `parameter_extent`
+    (NODE: hierarchical partitioning, ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.2).
+    """
 
     parameter: Placement
     gradient: Placement
     optimizer: Placement
+    parameter_extent: Extent = Extent.SHARD
 
     def with_whole_parameters(self) -> Placements:
         """The same row for parameters that stay whole on every rank."""
         return replace(self, parameter=Placement.REPLICATED)
+
+    def with_extent(self, extent: Extent) -> Placements:
+        """The same row with parameters shared out over other ranks."""
+        return replace(self, parameter_extent=extent)
 
     def at_rest(self, trainable: bool) -> Placement:
         """How the exact values rest: those of trained parameters with the optimizer, frozen ones as parameters."""

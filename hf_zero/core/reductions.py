@@ -25,8 +25,8 @@ class Reductions:
         sizes = [sum(gradient.numel for gradient in unit.gradients) for unit in units if unit.gradients]
         self._room = 2 * statistics.median_high(sizes) if sizes and overlap else 0
 
-    def begin(self, has_left: Callable[[Unit], bool]) -> None:
-        """Begin what backward has left behind, as far as the order allows.
+    def begin(self, has_left: Callable[[Unit], bool], *, to_owner: bool) -> None:
+        """Begin what backward has left behind, as far as the order allows; see `GradientBuffer.begin_reduce`.
 
         A gradient that is still to come (its parameter was also read before its module was called) is waited for.
         """
@@ -35,10 +35,12 @@ class Reductions:
             if not has_left(unit) or gradient.is_awaited:
                 return
             self._next += 1
-            self._begin(gradient)
+            self._begin(gradient, to_owner)
 
-    def _begin(self, gradient: GradientBuffer) -> None:
-        gradient.begin_reduce()
+    def _begin(self, gradient: GradientBuffer, to_owner: bool) -> None:
+        for earlier in self._under_way:  # one layer of backward has gone by since its last hop
+            earlier.advance_reduce()
+        gradient.begin_reduce(to_owner=to_owner)
         self._under_way.append(gradient)
         self._numel += gradient.numel
         # The newest goes on, of whatever size.
@@ -64,13 +66,13 @@ class Reductions:
     @property
     def missing(self) -> bool:
         """Whether anything is not reduced yet; the same on every rank."""
-        return any(gradient.unreduced for _, gradient in self._queue)
+        return any(gradient.is_missing for _, gradient in self._queue)
 
-    def finish(self) -> None:
+    def finish(self, *, to_owner: bool = True) -> None:
         """Reduce everything that is not reduced yet, and wait for it."""
         for _, gradient in self._queue:
-            if gradient.unreduced:
-                self._begin(gradient)
+            if gradient.unreduced or (to_owner and gradient.is_missing):
+                self._begin(gradient, to_owner)
         self.wait()
 
     def wait(self) -> None:

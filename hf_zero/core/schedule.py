@@ -74,11 +74,20 @@ def in_backward() -> bool:
 class Schedule:
     """Reacts to the hooks of one model."""
 
-    def __init__(self, units: list[Unit], *, limits: Limits, unsharded: Tally, reduce_every_microbatch: bool) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        limits: Limits,
+        unsharded: Tally,
+        reduce_every_microbatch: bool,
+        stop_at_node: bool = False,
+    ) -> None:
         self.units = units
         self._unsharded = unsharded
         self.limits = limits
         self.reduce_every_microbatch = reduce_every_microbatch
+        self._stop_at_node = stop_at_node  # under no_sync() sums go as far as the node
         self.sync = True  # False inside no_sync()
         self.phase = Phase.IDLE
         self.before_forward: Callable[[], None] = NoHook()
@@ -279,7 +288,7 @@ class Schedule:
             self._begin_backward()
         self._order.reach(place)
         if self._progress.reach(place.calls) and self._reducing_now:
-            self._reductions.begin(self._progress.has_left)
+            self._reductions.begin(self._progress.has_left, to_owner=self._to_owner)
 
     def _recompute(self, point: HookPoint) -> None:
         if self.phase is not Phase.BACKWARD:
@@ -316,10 +325,14 @@ class Schedule:
     def _reducing_now(self) -> bool:
         return self.sync or self.reduce_every_microbatch
 
+    @property
+    def _to_owner(self) -> bool:
+        return self.sync or not self._stop_at_node
+
     def finish_backward(self) -> None:
         """The end of a backward pass: reduce what is left, release everything."""
         if self._reducing_now:
-            self.reduce_all()
+            self._reductions.finish(to_owner=self._to_owner)
         self._progress.end_backward()
         self.reshard_all()
         self._enter(Phase.IDLE)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Set
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.mesh import Mesh
 from hf_zero.core import grad_norm
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.loss_scale import LossScaler
@@ -34,7 +34,7 @@ class StepControl:
 
     def __init__(
         self,
-        comm: Communicator,
+        mesh: Mesh,
         *,
         device: torch.device,
         sharded: bool,
@@ -42,7 +42,8 @@ class StepControl:
         checks: bool,
         max_consecutive_skips: int,
     ) -> None:
-        self.comm, self.device, self.sharded, self.scaler = comm, device, sharded, scaler
+        self.comm, self.shards, self.device = mesh.world, mesh.shards, device
+        self.sharded, self.scaler = sharded, scaler
         self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
         self.skipped = False
         self.first_bad: str | None = None
@@ -59,7 +60,7 @@ class StepControl:
 
     def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks' gradients; a collective."""
-        norm = grad_norm.global_norm(masters, self.comm, self.sharded, norm_type, device=self.device)
+        norm = grad_norm.global_norm(masters, self.shards, self.sharded, norm_type, device=self.device)
         self.norm = norm
         return norm
 

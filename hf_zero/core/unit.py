@@ -77,6 +77,7 @@ class Unit:
         self.accessed = False  # read from outside its module: stays until the end of backward
         self._touched = False  # `.data` was handed out since the last look for writes
         self.works: list[Work] = []
+        self._refreshing: list[Work] = []
         self.outdated = False  # a parameter that was frozen is to be trained
         self.listener, self._unsharded = listener, unsharded
         guard.attach(self.params, self)
@@ -96,6 +97,7 @@ class Unit:
         Where memory runs out the unit rests, and no collective was begun: the next try is in step with other ranks.
         """
         if self.state is UnitState.RESTING:
+            self.finish_refresh()
             try:
                 for buffer in self.buffers:
                     buffer.allocate()
@@ -134,15 +136,23 @@ class Unit:
         guard.lock(self.params)
 
     def begin_refresh(self) -> None:
-        """After an optimizer step: start bringing replicated, trained parameters up to date."""
+        """After an optimizer step: start bringing up to date what is kept of trained weights besides their masters."""
         if self.sharded:
+            self.finish_refresh()
+            self._refreshing = [buffer.refresh() for buffer in self.buffers if buffer.node_slice is not None]
             return
         self.unshard()
         buffers = [buffer for buffer in self.buffers if buffer.trainable]
         if buffers:
-            self.works = [buffer.gather() for buffer in buffers]
+            self.works = [buffer.refresh() for buffer in buffers]
             self.state = UnitState.GATHERING
             guard.lock(self.params)
+
+    def finish_refresh(self) -> None:
+        """Wait for a refresh of what is kept of sharded weights."""
+        for work in self._refreshing:
+            work.wait()
+        self._refreshing = []
 
     # -- access from outside the hooks ---------------------------------------------------------------------------
 
@@ -273,6 +283,7 @@ class Unit:
     def restore(self) -> None:
         """Bring back the values at rest, whatever was written in the meantime."""
         self._forget_writes()
+        self.finish_refresh()
         for buffer in self.buffers:
             if buffer.local_shard():
                 buffer.gather().wait()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.extents import arrange
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
 from hf_zero.tools.memory import tensors_by_category
@@ -151,11 +152,13 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
     """
     _set_checkpointing(model, scenario.checkpointing)
     meter = StorageMeter(elsewhere=OPTIMIZER_CATEGORIES)
+    topology = arrange(scenario.config, scenario.world_size, 0)
     comm = Communicator.imagine(
         scenario.world_size,
         scenario.backend,
         deterministic=scenario.config.deterministic_reduce,
         peer_memory=scenario.config.peer_memory,
+        together=topology.machine == topology.size,
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
     )
     with meter:

@@ -42,8 +42,7 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
     for unit in engine.units:
         for buffer in unit.buffers:
             found[whole if buffer.sharded else "parameters"].append(buffer.unsharded)
-            if buffer.frozen_shard is not None:
-                found["parameters"].append(buffer.frozen_shard)
+            found["parameters"] += buffer.kept_weights
         found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
         found["gradients"] += [tensor for g in unit.gradients for tensor in g.fetched]
     for master in engine.masters:
@@ -132,8 +131,7 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
     count: Counter[str] = Counter()
     for buffer in unit.buffers:
         count["unsharded" if buffer.sharded else "parameters"] += buffer.unsharded.untyped_storage().nbytes()
-        if buffer.frozen_shard is not None:
-            count["parameters"] += buffer.frozen_shard.nbytes
+        count["parameters"] += sum(tensor.nbytes for tensor in buffer.kept_weights)
         for shard in buffer.master_shards:
             numel, weight = shard.numel, shard.weight
             count["optimizer"] += numel * weight.itemsize + _state_bytes(shard, states.get(weight, {}))

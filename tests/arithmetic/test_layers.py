@@ -35,7 +35,7 @@ LADDERS = {
     "comm": """topology watchdog peer_memory | traffic work | transport | transport.alone transport.group |
         transport.nccl transport.messages | transport.reads | transport.counting | communicator | mesh""",
     "core": """placement direct_file layout guard heap hooks outputs loss_scale elementwise partition precision
-        buffers | disk_home deferred grad_norm master | flat_buffer | whole_gradients | gradients |
+        buffers | extents disk_home deferred grad_norm master | flat_buffer | whole_gradients | gradients |
         unit optimizer step | optimizer_set | order reductions | schedule | build | prepared structure | engine""",
 }
 

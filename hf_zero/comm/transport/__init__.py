@@ -33,6 +33,13 @@ class Transport:
     overlaps = True
     takes_parts = False
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """One that connects the ranks of that group which this rank is in; a collective of all ranks.
+
+        Every rank of this transport is in one of the groups.
+        """
+        raise NotImplementedError
+
     def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
         """Fill `flat` (`size` equal slices) in place; this rank's own slice is already there.
 

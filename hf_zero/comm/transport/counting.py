@@ -30,6 +30,13 @@ class Counting(Transport):
         self._lent: Sequence[Tensor] = ()
         self._rooms: list[Tensor] = []  # as in `Reads`
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Counting:
+        return Counting(len(groups[0]), self.name, on_buffer=self._on_buffer)
+
+    def by_reads(self) -> Counting:
+        """The same ranks, reading each other's memory."""
+        return Counting(self.size, "reads", on_buffer=self._on_buffer)
+
     def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
         return Landing()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,15 @@ class GroupTransport(Transport):
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
 
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another group of the same ranks; a collective. Raises ZeroRuntimeError where they cannot make one.
+    def split(self, groups: Sequence[Sequence[int]]) -> GroupTransport:
+        backend = dist.get_backend(self.group)
+        made = [self.new_group(backend, [self.ranks[rank] for rank in group]) for group in groups]
+        return type(self)(next(one for group, one in zip(groups, made, strict=True) if self.rank in group))
+
+    def new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Another group of the same ranks, or some of them; a collective.
+
+        Raises ZeroRuntimeError where they cannot make one.
 
         Ranks outside do not take part. Then torch names the group by how many groups a process is in, and ranks that
         disagree about the name would wait for each other.
@@ -42,7 +50,7 @@ class GroupTransport(Transport):
                     f"ranks {self.ranks} are in {joined} process groups, and torch can make another group of some "
                     "ranks only where these numbers are equal. Have each of them join equally many before hf_zero"
                 )
-        return dist.new_group(self.ranks, backend=backend, use_local_synchronization=not of_all)
+        return dist.new_group(ranks or self.ranks, backend=backend, use_local_synchronization=not of_all)
 
     def prepare_reductions(self) -> None:
         if self.group not in self._reduce_groups:

@@ -52,6 +52,10 @@ class Reads(Messages):
         self.peers = peers
         self._rooms: dict[tuple[torch.dtype, bool], Tensor] = {}  # for what is read: kept until a fence of all
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Messages:
+        """By messages: who reads whose memory is found out for each group."""
+        return Messages(self.group).split(groups)
+
     def fence(self, tag: Tag | None) -> Landing:
         if tag is None:
             self._rooms.clear()  # a step ends here: nothing of it rests in memory
