@@ -342,9 +342,14 @@ class _RankOrderSum:
             self._on_chunk(at, total)
 
 
-def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(number of ranks, this rank) of a process group; one process without any."""
-    return (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int, set[int]]:
+    """(number of ranks, this rank, numbers of ranks on their machines, if known) of a process group; a collective."""
+    if not dist.is_initialized():
+        return 1, 0, set()
+    size = dist.get_world_size(group)
+    machines: list[int] = [0] * size
+    dist.all_gather_object(machines, int(os.environ.get("LOCAL_WORLD_SIZE", 0)), group=group)
+    return size, dist.get_rank(group), set(machines) - {0}
 
 
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:

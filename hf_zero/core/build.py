@@ -15,7 +15,7 @@ from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard
-from hf_zero.core.extents import arrange, check_nodes
+from hf_zero.core.extents import arrange
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.loss_scale import LossScaler
@@ -62,7 +62,8 @@ def connect(
     """The communicators of the ranks of `group`, arranged as the configuration says; a collective."""
     if isinstance(group, Communicator):
         return Mesh(group, arrange(config, group.world_size, group.rank))
-    topology = arrange(config, *place_in(group))
+    size, rank, machines = place_in(group)
+    topology = arrange(config, size, rank, machines)
     world = Communicator.connect(
         group,
         device=next(model.parameters()).device if device is None else torch.device(device),
@@ -71,7 +72,6 @@ def connect(
         peer_memory=config.peer_memory,
         together=topology.machine == topology.size,
     )
-    check_nodes(world, topology)
     return Mesh(world, topology)
 
 

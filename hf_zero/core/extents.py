@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Collection
 
-from hf_zero.comm.communicator import Communicator
 from hf_zero.comm.topology import Topology
 from hf_zero.config import ZeroConfig
 from hf_zero.core.placement import STAGES, Extent, Placements
 from hf_zero.errors import ZeroConfigError
 
 
-def arrange(config: ZeroConfig, size: int, rank: int) -> Topology:
-    """The topology of `size` ranks as rank `rank` sees it.
+def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] = ()) -> Topology:
+    """The topology of `size` ranks as rank `rank` sees it; `machines` are the numbers of ranks on their machines.
 
     Raises ZeroConfigError where the ranks cannot be arranged so.
     """
-    machine = _ranks_of_a_machine(config, size)
+    machine = _ranks_of_a_machine(config, size, machines)
     shard = machine if config.mics_shard_size == "auto" else config.mics_shard_size or size
     if config.zero_stage == 0 or size == 1:
         shard = size  # nothing is shared out
@@ -29,6 +28,12 @@ def arrange(config: ZeroConfig, size: int, rank: int) -> Topology:
     by_node = config.zero_stage == 3 and config.zero_hpz_partition_size > 1 and size > 1
     local = config.zero_hpz_partition_size if by_node else shard
     _check_divides("zero_hpz_partition_size", local, shard, f"{shard} ranks share one copy of the state")
+    if by_node and any(number % local for number in machines):
+        raise ZeroConfigError(
+            f"zero_hpz_partition_size is {local}, but the machines have {' and '.join(map(str, sorted(machines)))} "
+            f"ranks, and a node must not lie on two machines: set it to {math.gcd(*machines)}, the largest number "
+            "that divides them"
+        )
     return Topology(replicas=size // shard, nodes=shard // local, local=local, rank=rank, machine=machine)
 
 
@@ -38,25 +43,11 @@ def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Place
     return STAGES[config.zero_stage if shares else 0].with_extent(extent)
 
 
-def check_nodes(comm: Communicator, topology: Topology) -> None:
-    """Raise ZeroConfigError, on all ranks, where a node would lie on several machines; a collective."""
-    if topology.nodes == 1:
-        return
-    sizes = sorted(set(comm.all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", topology.local)))))
-    if any(size % topology.local for size in sizes):
-        raise ZeroConfigError(
-            f"zero_hpz_partition_size is {topology.local}, but the machines have {' and '.join(map(str, sizes))} "
-            f"ranks, and a node must not lie on two machines: set it to {math.gcd(*sizes)}, the largest number that "
-            "divides them"
-        )
-
-
-def _ranks_of_a_machine(config: ZeroConfig, size: int) -> int:
+def _ranks_of_a_machine(config: ZeroConfig, size: int, machines: Collection[int]) -> int:
     if config.node_size != "auto":
         _check_divides("node_size", config.node_size, size, f"there are {size} ranks")
         return config.node_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return local if 0 < local < size and size % local == 0 else size
+    return next(iter(machines)) if len(machines) == 1 and size % max(machines) == 0 else size
 
 
 def _check_divides(name: str, value: int, size: int, why: str) -> None:

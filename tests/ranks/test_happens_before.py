@@ -40,6 +40,7 @@ class Variant:
     evaluates: bool = False  # a pass without gradients after each micro-batch
     beside: bool = False  # a second model that trains, and a third that is only evaluated
     config: dict = dataclasses.field(default_factory=dict)
+    ranks: int = 2
 
 
 FAR_AHEAD = {
@@ -60,6 +61,11 @@ VARIANTS = {
     "no_overlap": Variant((diverge,), config={"overlap_comm": False}),
     "far_ahead": Variant((diverge,), config=FAR_AHEAD),
     "little_room": Variant((diverge,), config={"stage3_max_live_parameters": 1, "reduce_bucket_size": 64}),
+    "nodes": Variant((diverge,), accumulation=2, config={"zero_hpz_partition_size": 2}, ranks=4),
+    "sums_on_nodes": Variant(
+        (diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, "no_sync": "node"}, ranks=4
+    ),
+    "replicas": Variant((diverge,), accumulation=2, config={"mics_shard_size": 2, "transport": "messages"}, ranks=4),
     "messages": Variant((diverge,), accumulation=2, config={"transport": "messages"}),
     "reads": Variant((diverge,), accumulation=2, config={"transport": "reads"}),
 }
@@ -172,7 +178,7 @@ def _too_many_exposed(log, allowed=1):
 
 
 def _check(name, variant, stage):
-    logs = record(functools.partial(_train, name, stage, VARIANTS[variant]))
+    logs = record(functools.partial(_train, name, stage, VARIANTS[variant]), VARIANTS[variant].ranks)
     found = problems(logs)
     assert not found, "\n".join(found)
     if stage == 3 and name not in UNFORESEEN and variant != "no_overlap":

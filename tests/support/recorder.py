@@ -216,6 +216,9 @@ class Naming:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Naming:
+        return Naming(self._recording, self._inner.split(groups))
+
     def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
         with self._recording.carrying(tag.name):
             return self._inner.gather(flat, tag, shard)
