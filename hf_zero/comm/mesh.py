@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Mesh:
         column: the ranks with one place on every node of a replica; None where a replica is on one node.
         replicas: the ranks that own one slice; None for one replica.
         topology: how the ranks are arranged.
+        hops: how many a sum over all ranks takes to its owners.
     """
 
     def __init__(self, world: Communicator, topology: Topology | None = None) -> None:
@@ -31,6 +32,7 @@ class Mesh:
         self.node = self.shards = world
         self.column: Communicator | None = None
         self.replicas: Communicator | None = None
+        self.hops = 1 + (topology.nodes > 1) + (topology.replicas > 1)
         if topology.is_plain:
             return
         # Every rank makes all groups, in one order. The first moves need the nearest ranks.
@@ -58,11 +60,6 @@ class Mesh:
     def takes_parts(self) -> bool:
         """Whether `scatter` reads tensors where they lie; otherwise it is given one flat tensor."""
         return self.node.takes_parts
-
-    @property
-    def hops(self) -> int:
-        """How many hops a sum over all ranks takes to its owners."""
-        return 1 + (self.column is not None) + (self.replicas is not None)
 
     # -- values: from their owners to those who use them --------------------------------------------------------------
 
@@ -164,13 +161,3 @@ class NodeSum:
         assert self.values is not None and self._filled == self._numel
         values, self.values = self.values, None
         return values
-
-    def clear(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Forget the sums of some ranges, given as (first element, count)."""
-        assert self.values is not None
-        for start, numel in ranges:
-            self.values[start : start + numel] = 0
-
-    def drop(self) -> None:
-        """Forget the sums."""
-        self.values = None

@@ -67,7 +67,8 @@ class FlatBuffer:
             self.begin, self.end = node if by_node and not trainable else own
         self.node_bounds = node if by_node else None  # of this rank's share of sharded parameters, if not [begin, end)
         self.node_slice: Tensor | None = None
-        self._node_sum = NodeSum(node[1] - node[0])
+        # Gradients that have come as far as the node and no further.
+        self.node_sum = NodeSum(node[1] - node[0]) if mesh.hops > 1 and self.owns_slice else None
         self.master_shards: list[MasterShard] = []
         self.frozen_shard: Tensor | None = None
         self._rest_dtype = rest_dtype or dtype
@@ -248,7 +249,7 @@ class FlatBuffer:
             self.unsharded[low:high].copy_(self.node_slice)
             return self.mesh.gather(self.unsharded, self.tag, [self.node_slice])
         rest, own = self.local_shard(), self.local_slice
-        self._cast_into(own)
+        _cast(rest, own)
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
             # A replicated buffer keeps what it has sent: whoever changes it settles first.
             kept = [values for _, _, values in rest] if self.sharded else [own]
@@ -266,17 +267,8 @@ class FlatBuffer:
         if self.node_slice is None:
             return Work() if self.sharded else self.gather()
         at = self.begin - self.node_bounds[0]
-        self._cast_into(self.node_slice[at : at + self.end - self.begin])
+        _cast(self.local_shard(), self.node_slice[at : at + self.end - self.begin])
         return self.mesh.refresh(self.node_slice, self.tag)
-
-    def _cast_into(self, own: Tensor) -> None:
-        """Copy what rests here into a tensor of elements [begin, end)."""
-        rest = self.local_shard()
-        with torch.no_grad():
-            if len(rest) == 1:  # all of it
-                own.copy_(rest[0][2])
-            else:
-                torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
 
     def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds in shards (None: zeros); a collective."""
@@ -317,29 +309,27 @@ class FlatBuffer:
         take = functools.partial(self._accumulate, scale / self.comm.world_size)
         if MOVES[Placement.PARTIAL, self.at_rest] is not Move.REDUCE_SCATTER:
             return self.mesh.reduce(parts, take, self.tag)
-        if self.mesh.hops == 1:
+        if self.node_sum is None:
             return self.mesh.scatter(parts, take, self.tag)
-        inside = self.mesh.scatter(parts, self._node_sum.add, self.tag)
+        inside = self.mesh.scatter(parts, self.node_sum.add, self.tag)
         return Route(inside, functools.partial(self.reduce_on, scale)) if to_owner else inside
-
-    @property
-    def sums_on_node(self) -> Tensor | None:
-        """Gradients that have come as far as the node and no further; the same on every rank whether there are."""
-        return self._node_sum.values
 
     def reduce_on(self, scale: float) -> Work:
         """As `reduce`, with the sums that were kept on the node."""
         take = functools.partial(self._accumulate, scale / self.comm.world_size)
-        return self.mesh.scatter_on(self._node_sum.take(), take, self.tag)
+        assert self.node_sum is not None
+        return self.mesh.scatter_on(self.node_sum.take(), take, self.tag)
 
     def drop_sums_on_node(self, indices: Collection[int]) -> None:
         """Forget those of some parameters."""
+        assert self.node_sum is not None
         if len(indices) == len(self.params):
-            self._node_sum.drop()
-        elif self.sums_on_node is not None:
+            self.node_sum.values = None
+        elif self.node_sum.values is not None:
             low, high = node_bounds(self.layout, self.mesh.topology)
-            spans = self.layout.spans(low, high)
-            self._node_sum.clear((span.offset, span.numel) for span in spans if span.index in indices)
+            for span in self.layout.spans(low, high):
+                if span.index in indices:
+                    self.node_sum.values[span.offset : span.offset + span.numel] = 0
 
     def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
         """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
@@ -375,6 +365,15 @@ class FlatBuffer:
             if self.node_slice is not None:
                 low, high = self.node_bounds
                 self.node_slice.copy_(self.unsharded[low:high])
+
+
+def _cast(rest: list[tuple[int, int, Tensor]], own: Tensor) -> None:
+    """Copy what rests on a rank, as `local_shard` gives it, into a tensor of elements [begin, end)."""
+    with torch.no_grad():
+        if len(rest) == 1:  # all of it
+            own.copy_(rest[0][2])
+        else:
+            torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
 
 
 def node_bounds(layout: FlatLayout, topology: Topology) -> tuple[int, int]:

@@ -48,7 +48,8 @@ class GradientBuffer:
     @property
     def held(self) -> list[Tensor]:
         """The tensors that hold what is collected."""
-        on_node = [] if self.buffer.sums_on_node is None else [self.buffer.sums_on_node]
+        node_sum = self.buffer.node_sum
+        on_node = [] if node_sum is None or node_sum.values is None else [node_sum.values]
         return [*(self._sums.values() if self._flat is None else [self._flat]), *on_node]
 
     @property
@@ -105,18 +106,19 @@ class GradientBuffer:
             self.present |= self._all
             self._work = self.buffer.reduce(self._parts(), self._unscale, to_owner=to_owner)
             self.drop()
-        elif self.buffer.sums_on_node is not None and to_owner:
+        elif to_owner and self.is_on_node:
             self._work = self.buffer.reduce_on(self._unscale)
 
     @property
-    def is_missing(self) -> bool:
-        """Whether the masters lack something of the gradient; the same on every rank."""
-        return bool(self.unreduced) or (self.buffer.sums_on_node is not None and not self.is_reducing)
+    def is_on_node(self) -> bool:
+        """Whether sums have come as far as the node and go no further by themselves; the same on every rank."""
+        node_sum = self.buffer.node_sum
+        return node_sum is not None and node_sum.values is not None and not self.is_reducing
 
     def _bring_in(self) -> None:
         """Bring what was kept on the node to the masters; a collective."""
         self.finish_reduce()
-        if self.buffer.sums_on_node is not None:
+        if self.is_on_node:
             self.buffer.reduce_on(self._unscale).wait()
 
     @property
@@ -294,7 +296,8 @@ class GradientBuffer:
         dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
         for index in dropped:
             self._sums.pop(index, None)
-        self.buffer.drop_sums_on_node(dropped)
+        if self.buffer.node_sum is not None:
+            self.buffer.drop_sums_on_node(dropped)
         self.used -= dropped
         self.present -= dropped
         self.unreduced -= dropped
@@ -306,7 +309,8 @@ class GradientBuffer:
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""
         self.drop()
-        self.buffer.drop_sums_on_node(self._all)
+        if self.buffer.node_sum is not None:
+            self.buffer.node_sum.values = None
         self.used.clear()
         self.present.clear()
         self._outdated.clear()

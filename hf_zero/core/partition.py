@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -112,12 +112,24 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         return found
     lists = _outermost(model, _is_block_list)
     if lists:
-        return list(dict.fromkeys(block for module_list in lists for block in module_list))
+        return list(dict.fromkeys(block for module_list in lists for block in _called(module_list)))
     # No repetition to go by: the direct children, looking through containers of a single child or a Sequential.
-    children = [child for child in model.children() if _has_params(child)]
+    children = [model]
     while len(children) == 1 and next(children[0].children(), None) is not None:
-        children = [child for child in children[0].children() if _has_params(child)]
+        children = [child for child in _called(children[0]) if _has_params(child)]
     return children if len(children) > 1 else []
+
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that are called, of which hooks tell; of a container that never is, its entries."""
+    for child in module.children():
+        if isinstance(child, _NEVER_CALLED):
+            yield from _called(child)
+        else:
+            yield child
 
 
 def _is_block_list(module: nn.Module) -> bool:
@@ -159,6 +171,8 @@ def _tail(model: nn.Module, blocks: list[nn.Module], embeddings: list[nn.Module]
     for module in model.modules():
         if module is last:
             seen_last = True
+        elif isinstance(module, _NEVER_CALLED):
+            continue
         elif seen_last and _has_params(module) and module not in holds_block | _descendants([*blocks, *tail]):
             tail.append(module)
     return tail

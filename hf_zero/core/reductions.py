@@ -19,6 +19,7 @@ class Reductions:
 
     def __init__(self, units: Iterable[Unit], *, overlap: bool) -> None:
         self._queue = [(unit, gradient) for unit in reversed(list(units)) for gradient in unit.gradients]
+        self._in_hops = any(gradient.buffer.node_sum is not None for _, gradient in self._queue)
         self._next = 0  # how many of `_queue` were begun in this backward pass
         self._under_way: deque[GradientBuffer] = deque()
         self._numel = 0  # of what is under way
@@ -38,7 +39,7 @@ class Reductions:
             self._begin(gradient, to_owner)
 
     def _begin(self, gradient: GradientBuffer, to_owner: bool) -> None:
-        for earlier in self._under_way:  # one layer of backward has gone by since its last hop
+        for earlier in self._under_way if self._in_hops else ():  # a layer of backward has gone by since its last hop
             earlier.advance_reduce()
         gradient.begin_reduce(to_owner=to_owner)
         self._under_way.append(gradient)
@@ -66,12 +67,12 @@ class Reductions:
     @property
     def missing(self) -> bool:
         """Whether anything is not reduced yet; the same on every rank."""
-        return any(gradient.is_missing for _, gradient in self._queue)
+        return any(gradient.unreduced or (self._in_hops and gradient.is_on_node) for _, gradient in self._queue)
 
     def finish(self, *, to_owner: bool = True) -> None:
         """Reduce everything that is not reduced yet, and wait for it."""
         for _, gradient in self._queue:
-            if gradient.unreduced or (to_owner and gradient.is_missing):
+            if gradient.unreduced or (self._in_hops and to_owner and gradient.is_on_node):
                 self._begin(gradient, to_owner)
         self.wait()
 

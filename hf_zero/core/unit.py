@@ -97,7 +97,8 @@ class Unit:
         Where memory runs out the unit rests, and no collective was begun: the next try is in step with other ranks.
         """
         if self.state is UnitState.RESTING:
-            self.finish_refresh()
+            if self._refreshing:
+                self.finish_refresh()
             try:
                 for buffer in self.buffers:
                     buffer.allocate()

@@ -209,6 +209,7 @@ def _some_of_experts():
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "blocks": seeded(lambda: Net(depth=8)),
+    "one_layer": seeded(lambda: Net(depth=1)),
     "repeated": seeded(Repeated),
     "turning": seeded(lambda: Turning(depth=4)),
     "skipping": seeded(lambda: Skipping(depth=5)),
