@@ -10,6 +10,7 @@ from importlib import metadata
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("hf_zero.config.explain", "show a configuration: every value, where it comes from, what it does"),
     "plan": ("hf_zero.planning.command", "predict the memory of every stage for a model, and recommend one"),
+    "verify": ("hf_zero.verify.command", "train beside plain data parallelism and certify, or name, every difference"),
     "doctor": ("hf_zero.tools.doctor", "check this machine: versions, devices, limits, disk, collectives"),
     "convert": (
         "hf_zero.convert.command",

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hf_zero.comm.communicator import join_launched
 from hf_zero.config import ZeroConfig
 from hf_zero.config.builders import build_optimizer, build_scheduler
 from hf_zero.config.consistency import hidden_size_of, resolve_auto
 from hf_zero.deepspeed.batches import make_loader, settle
 from hf_zero.deepspeed.engine import DeepSpeedEngine
-from hf_zero.errors import ZeroConfigError, ZeroLaunchError
+from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.plain_loop import shard
-from hf_zero.launcher.environment import has_accelerator, prepare_rank_environment, resolve_from_environment
+from hf_zero.launcher.environment import resolve_from_environment
+from hf_zero.launcher.ranks import join_ranks
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -33,18 +33,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_distributed(dist_backend: str | None = None) -> None:
-    """Join the ranks that a launcher started, if that was not done yet; `initialize` does it, too.
-
-    Raises ZeroLaunchError for a backend that this machine has no device for.
-    """
-    prepare_rank_environment()
-    on_device = has_accelerator() and not os.environ.get("ACCELERATE_USE_CPU")
-    if dist_backend == "nccl" and not on_device:
-        raise ZeroLaunchError('dist_backend="nccl", but there is no GPU: leave it out, and CPU ranks use gloo')
-    if on_device:
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and not dist.is_initialized():
-        join_launched(dist_backend or ("cpu:gloo,cuda:nccl" if on_device else "gloo"))
+    """Join the ranks that a launcher started, if that was not done yet; `initialize` does it, too."""
+    join_ranks(dist_backend)
 
 
 def initialize(

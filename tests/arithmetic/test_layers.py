@@ -25,6 +25,7 @@ LAYERS = {
     "convert": 5,
     "integrations": 6,
     "deepspeed": 7,
+    "verify": 7,
     "trl": 7,
     "cli": 7,
     "__init__": 8,

@@ -1,0 +1,97 @@
+"""``hf-zero verify``: does this configuration compute what plain data parallelism computes?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.command_line import CommandParser
+from hf_zero.config.documents import load_document
+from hf_zero.errors import ZeroError
+
+
+OPTIONS_VARIABLE = "HF_ZERO_VERIFY"  # what the ranks are to do
+_CPU_RANKS = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where every promise holds, 1 where one does not, 2 where nothing could be verified."""
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except ZeroError as error:
+        print(f"hf-zero verify: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    from hf_zero.launcher import start
+
+    if options.script:
+        raise ZeroError(
+            f"{options.script[0]}: scripts cannot be verified yet, as they make model, data and loop themselves. Give "
+            "the model by --model and the file by --config: the same engine trains it"
+        )
+    folder = Path(options.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ZeroError(f"--output {folder} cannot be written to: {error.strerror}") from error
+    asked = {name: getattr(options, name) for name in ("model", "steps", "seed", "against")}
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
+        os.environ[OPTIONS_VARIABLE] = json.dumps({**asked, "output": str(folder.resolve()), "report": report.name})
+        status = start.main([*_launch_options(options), "--module", "hf_zero.verify.ranks"])
+        found = json.loads(report.read() or "{}")
+    if status or "holds" not in found:
+        return 2
+    return 0 if found["holds"] else 1
+
+
+def _launch_options(options: argparse.Namespace) -> list[str]:
+    from hf_zero.launcher.environment import has_accelerator
+
+    words = []
+    if options.config:
+        is_accelerate = "distributed_type" in load_document(options.config).data
+        words += ["--config_file" if is_accelerate else "--deepspeed_config_file", options.config]
+    else:
+        words += ["--zero_stage", "3"]
+    if options.mixed_precision:
+        words += ["--mixed_precision", options.mixed_precision]
+    ranks = options.num_processes or (None if has_accelerator() else _CPU_RANKS)
+    return words + (["--num_processes", str(ranks)] if ranks else [])
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="hf-zero verify",
+        description="Train a few steps under a configuration and, from the same weights and on the same data, as "
+        "plain data parallelism does. Prints a verdict on each promise, the largest difference and the rounding that "
+        "explains it, or the first module or tensor that differs and why.",
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="Accelerate YAML or DeepSpeed JSON (default: stage 3)")
+    parser.add_argument(
+        "--model", help="a local folder, a config.json or a hub name (default: a small one of its own)"
+    )
+    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="optimizer steps (default: 5)")
+    parser.add_argument("--num-processes", type=_positive, metavar="N", help="ranks (default: one per GPU, 2 on CPU)")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="(default: of --config)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: 0)")
+    parser.add_argument("--against", choices=("ddp", "fsdp2"), help="verify that system instead of hf_zero, in fp32")
+    parser.add_argument("--output", default="certificate", metavar="FOLDER", help="(default: certificate)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number

@@ -1,0 +1,90 @@
+"""A whole verification on all ranks: the audit, runs of stock DDP and of one process, save and resume."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hf_zero.comm.communicator import Communicator
+from hf_zero.config import ZeroConfig
+from hf_zero.verify.audit import Audit, Auditor
+from hf_zero.verify.certificate import Certificate, Verdict
+from hf_zero.verify.measures import Measure
+from hf_zero.verify.runs import compare_runs, fits, resume, train_alone, train_ddp
+from hf_zero.verify.systems import Named, System, ZeroSystem
+from hf_zero.verify.task import Task
+
+
+_SHOWN_APART = ("gradient_accumulation_steps", "gradient_clipping")
+
+
+def verify(
+    task: Task, config: ZeroConfig, comm: Communicator, *, model: str, make: Callable[[], System] | None = None
+) -> Certificate:
+    """Verify hf_zero with `config`, or the system that `make` makes; a collective. The result is rank 0's."""
+    make = make or (lambda: ZeroSystem(task, config))
+    system = make()
+    auditor = Auditor(task, system, config, comm)
+    audit = auditor.run()
+    verdicts = [Verdict.of(measure, audit.finding) for measure in audit.measures.values()]
+    if audit.finding is None:
+        verdicts += _whole_runs(task, config, comm, auditor, make)
+    device = next(system.model.parameters()).device
+    return Certificate(
+        system=system.name,
+        model=model,
+        settings={name: getattr(config, name) for name in config.chosen() if name not in _SHOWN_APART},
+        ranks=comm.world_size,
+        steps=task.steps,
+        micro_batches=task.accumulation,
+        clip=audit.limit if math.isfinite(audit.limit) else None,
+        device=device.type,
+        verdicts=verdicts,
+        finding=audit.finding,
+        losses=audit.losses,
+        norms=audit.norms,
+    )
+
+
+def _whole_runs(
+    task: Task, config: ZeroConfig, comm: Communicator, auditor: Auditor, make: Callable[[], System]
+) -> list[Verdict]:
+    system, audit, masters = auditor.system, auditor.audit, auditor.reference.masters
+    mine, too_large = system.weights(), fits(masters, comm)
+    found = []
+    if config.mixed_precision != "no":
+        too_large = f"{config.mixed_precision} is computed from fp32 masters here, and not so by the stock classes"
+    rates = task.steps * max(group["lr"] for group in auditor.reference.optimizer.param_groups)
+    del auditor.reference
+    for promise in ("run of DistributedDataParallel", "run of one process"):
+        if too_large:
+            found.append(Verdict(promise=promise, verdict="not checked", why=too_large))
+        elif promise.endswith("process"):
+            found.append(_beside_one_process(promise, task, comm, audit, mine, rates))
+        else:
+            measure = compare_runs(promise, audit, mine, train_ddp(task, audit, comm), rates)
+            found.append(_worst(measure, comm))
+    if isinstance(system, ZeroSystem):
+        found.append(_worst(resume(make, system, task, audit.limit, comm), comm))
+    else:
+        why = "only hf_zero's own checkpoints are verified"
+        found.append(Verdict(promise="resume", verdict="not checked", why=why))
+    return found
+
+
+def _beside_one_process(
+    promise: str, task: Task, comm: Communicator, audit: Audit, mine: Named, rates: float
+) -> Verdict:
+    states = comm.all_gather_object(audit.random)
+    verdict = None
+    if comm.rank == 0:
+        run = train_alone(task, states, audit.limit, comm.world_size)
+        verdict = Verdict.of(compare_runs(promise, audit, mine, run, rates), None)
+    return comm.all_gather_object(verdict)[0]
+
+
+def _worst(measure: Measure, comm: Communicator) -> Verdict:
+    """The verdict of the rank with the largest difference; a failure on any rank is one of all."""
+    verdicts = comm.all_gather_object(Verdict.of(measure, None))
+    order = ("fails", "holds", "holds, bitwise", "not checked")
+    return min(verdicts, key=lambda verdict: (order.index(verdict.verdict), -(verdict.largest or 0.0)))
