@@ -6,12 +6,12 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import transformers
 
-import hf_zero
 from hf_zero.verify.audit import Finding
 from hf_zero.verify.measures import Measure
 
@@ -125,7 +125,7 @@ def _measured(verdict: Verdict) -> str:
 
 def versions() -> dict[str, str]:
     return {
-        "hf_zero": hf_zero.__version__,
+        "hf_zero": metadata.version("hf_zero"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "Python": platform.python_version(),
