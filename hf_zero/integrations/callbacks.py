@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zero.core.engine import ZeroEngine, engine_of
-from hf_zero.planning.compare import Comparison, compare, draw_memory
+from hf_zero.planning.compare import Comparison, compare
 from hf_zero.tools.memory import measure_peak, memory_report
 
 
@@ -28,8 +28,8 @@ _MEASURED_STEP = 2  # the first one makes the optimizer states and records the o
 class ZeroMemoryCallback(TrainerCallback):
     """Writes what every rank holds after each step, and at the end compares with what `hf-zero plan` predicts.
 
-    `folder` gets `memory_rank<r>.jsonl` (one line per step), `memory_comparison.json` and, where matplotlib is there,
-    `memory.png`. On CPU ranks the peak is measured in the second step only, as that takes torch's profiler.
+    `folder` gets `memory_rank<r>.jsonl` (one line per step) and `memory_comparison.json`. On CPU ranks the peak is
+    measured in the second step only, as that takes torch's profiler.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -100,14 +100,6 @@ class ZeroMemoryCallback(TrainerCallback):
         text = json.dumps(self.comparison.to_dict(), indent=2)
         (self.folder / "memory_comparison.json").write_text(text)
         logger.warning("%s", self.comparison)
-        self._draw()
-
-    def _draw(self) -> None:
-        lines = [json.loads(line) for line in self._path(0).read_text().splitlines()]
-        try:
-            draw_memory(lines, self.comparison, self.folder / "memory.png")
-        except ImportError:
-            logger.info("no memory.png: it needs matplotlib (pip install 'hf_zero[plot]')")
 
 
 class ZeroStepReport(TrainerCallback):

@@ -52,8 +52,6 @@ def _run(options: argparse.Namespace) -> int:
         report.print_table(plan)
         if measured is not None:
             print(measured)
-    if options.plot:
-        report.draw(plan, Path(options.plot))
     if options.write:
         report.write_yaml(plan, Path(options.write))
     return 0
@@ -90,10 +88,7 @@ def _checked(options: argparse.Namespace) -> dict[str, Any]:
 def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Callable[[str], object]) -> Plan:
     from hf_zero.planning import model as models
     from hf_zero.planning import plan as plans
-    from hf_zero.planning import report
 
-    if options.plot:
-        report.check_matplotlib()
     batch = models.BatchShape(rows=options.micro_batch, length=options.seq_len)
     request = plans.Request(batch=batch, **checked)
     lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
@@ -204,7 +199,6 @@ def _parser() -> CommandParser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--write", metavar="FILE", help="write the recommended stage as an Accelerate YAML")
-    output.add_argument("--plot", metavar="FILE", help="draw the memory of every stage (PNG; needs matplotlib)")
     output.add_argument(
         "--measure",
         nargs=argparse.REMAINDER,

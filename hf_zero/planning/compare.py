@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch import Tensor, nn
 
 from hf_zero.core.engine import engine_of
 from hf_zero.planning.model import BatchShape, skeleton
 from hf_zero.planning.trace import Scenario, trace
-from hf_zero.planning.units import BYTES, unit_for
 from hf_zero.tools.memory import memory_report
 
 
@@ -73,37 +70,6 @@ def compare(model: nn.Module, inputs: dict[str, Tensor], *, measured_peak: int, 
         predicted_peak=footprint.peak_bytes,
         measured_peak=measured_peak,
     )
-
-
-def draw_memory(lines: Sequence[Mapping], comparison: Comparison, path: Path) -> None:
-    """What a rank held after each step, by kind, as areas; the peak of one step; and what the plan says of both.
-
-    `lines` are the steps of one rank, as `MemoryReport.to_dict` has them, with their `step`. Needs matplotlib.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    steps = [line["step"] for line in lines]
-    peaks = {line["step"]: line["peak"] for line in lines if line["peak"] is not None}
-    unit = unit_for(max(comparison.measured_peak, comparison.predicted_peak))
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    kinds = [kind for kind in lines[0]["categories"] if any(line["categories"][kind] for line in lines)]
-    held = [[line["categories"][kind] / BYTES[unit] for line in lines] for kind in kinds]
-    axes.stackplot(steps, held, labels=kinds, step="mid", alpha=0.7)
-    axes.plot(list(peaks), [peak / BYTES[unit] for peak in peaks.values()], "kx", label="peak of the step, measured")
-    for name, nbytes, style in (
-        ("at rest, predicted", comparison.predicted_resident, ":"),
-        ("peak, predicted", comparison.predicted_peak, "--"),
-    ):
-        axes.axhline(nbytes / BYTES[unit], color="black", linestyle=style, linewidth=1, label=name)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(f"{unit} on rank 0")
-    axes.set_title(f"ZeRO stage {comparison.stage}, {comparison.world_size} ranks: state after each step")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path)
 
 
 def _flat_states(entry: tuple[Tensor, dict]) -> int:

@@ -1,4 +1,4 @@
-"""Shows a plan: a table on the terminal, JSON, an Accelerate YAML, a picture."""
+"""Shows a plan: a table on the terminal, JSON, an Accelerate YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ COLUMNS = {
     "logits": ("logits",),
 }
 
-_IN_SIGHT = 4  # a picture whose tallest bar takes less than a fourth of its height shows nothing
 NOT_AVAILABLE = "offload, not in this version"
 PLACES = {Home.DEVICE: "GPU", Home.HOST: "host memory", Home.DISK: "disk"}
 
@@ -77,7 +76,7 @@ def _runnable(plan: Plan) -> list[Row]:
 
 
 def _unit(plan: Plan) -> str:
-    """The unit of the tables and of the picture: the one of the largest peak."""
+    """The unit of the tables: the one of the largest peak."""
     return unit_for(max(row.footprint.peak_bytes for row in _runnable(plan)))
 
 
@@ -240,56 +239,3 @@ def write_yaml(plan: Plan, path: Path) -> None:
         path.write_text(head + yaml.safe_dump(content, sort_keys=True))
     except OSError as error:
         raise PlanError(f"--write {path}: {error.strerror}") from error
-
-
-def check_matplotlib() -> None:
-    """Raises PlanError where no picture can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise PlanError("--plot needs matplotlib: pip install 'hf_zero[plot]'") from error
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Stacked bars, one per row, with the memory of a rank as a line; hatched: not in this version."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(1.5 + 1.1 * len(plan.rows), 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    unit, request = _unit(plan), plan.request
-    bottom, places = [0.0] * len(plan.rows), range(len(plan.rows))
-    for name in COLUMNS:
-        heights = [columns(row)[name] / BYTES[unit] for row in plan.rows]
-        if any(heights):
-            bars = axes.bar(places, heights, bottom=bottom, label=name)
-            for row, bar in zip(plan.rows, bars, strict=True):
-                bar.set_hatch(None if row.available else "//")
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    memory, title = request.gpu_memory / BYTES[unit], f"{request.name}, {request.world_size} ranks"
-    if memory <= _IN_SIGHT * max(bottom):
-        label = f"a {request.rank}'s {size(request.gpu_memory)}"
-        axes.axhline(memory, color="black", linestyle="--", linewidth=1, label=label)
-    else:
-        title += f" of {size(request.gpu_memory)}, which is far above"
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(places, [_tick(row) for row in plan.rows], fontsize="small")
-    axes.set_xlabel("ZeRO stage")
-    axes.set_ylabel(f"{unit} per rank at the peak")
-    axes.set_title(title)
-    handles, _ = axes.get_legend_handles_labels()
-    if request.shows_offload:
-        handles.append(Patch(facecolor="white", edgecolor="black", hatch="//", label=NOT_AVAILABLE))
-    axes.legend(handles=handles, fontsize="small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--plot {path}: {error}") from error
-
-
-def _tick(row: Row) -> str:
-    """The stage, and below it what else the row says."""
-    lines = [str(row.stage), *(["ckpt"] if row.checkpointing else [])]
-    if not row.available:
-        lines += [f"opt: {row.homes.optimizer.value}", f"weights: {row.homes.parameters.value}"]
-    return "\n".join(lines)

@@ -174,28 +174,6 @@ def test_a_configured_stage_that_does_not_fit_is_named(folder, tmp_path, capsys)
     assert "The configured stage 3 does not fit." in out and "Nothing fits" in out, out
 
 
-def test_the_picture(folder, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    status, *_ = plan(capsys, folder, "--plot", tmp_path / "plan.png")
-    assert status == 0
-    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(("memory", "in_sight"), [("80GB", False), ("10MB", True)])
-def test_the_picture_shows_its_bars(memory, in_sight, folder, tmp_path, capsys, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
-    plan(capsys, folder, "--gpus", "2", "--seq-len", "64", "--gpu-memory", memory, "--plot", tmp_path / "plan.png")
-    (axes,) = drawn
-    low, high = axes.get_ylim()
-    bars = [patch for patch in axes.patches if patch.get_height()]
-    assert low == 0 and max(bar.get_y() + bar.get_height() for bar in bars) > high / 5
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert ("a GPU's 10.0 MB" in labels) == in_sight and ("of 80.0 GB" in axes.get_title()) != in_sight
-    assert axes.get_ylabel() == "MB per rank at the peak"
-
-
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -225,12 +203,6 @@ def test_a_hub_name_without_a_network(monkeypatch, capsys):
     status, _, err = plan(capsys, "someone/some-model-that-nobody-has")
     assert status == 2
     assert "could not be read from the hub" in err and len(err.splitlines()) == 1, err
-
-
-def test_matplotlib_is_named_where_it_is_missing(folder, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    status, _, err = plan(capsys, folder, "--plot", "plan.png")
-    assert (status, err) == (2, "hf-zero plan: --plot needs matplotlib: pip install 'hf_zero[plot]'\n")
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)

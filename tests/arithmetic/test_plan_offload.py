@@ -308,19 +308,6 @@ def test_a_recommended_stage_is_one_that_runs(folder, tmp_path, capsys):
     assert yaml.safe_load(target.read_text())["deepspeed_config"]["zero_stage"] == 1
 
 
-def test_the_picture_marks_what_cannot_be_run(folder, tmp_path, monkeypatch, capsys):
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path: drawn.append(figure))
-    status, *_ = plan(capsys, folder, *SHORT, "--host-memory", "1TB", "--plot", tmp_path / "plan.png")
-    assert status == 0
-    axes = drawn[0].axes[0]
-    hatched = [patch.get_hatch() for patch in axes.containers[0]]
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert hatched == ["//" if "opt: host" in label else None for label in labels] and "//" in hatched
-    assert "offload, not in this version" in [text.get_text() for text in axes.get_legend().get_texts()]
-
-
 @pytest.mark.parametrize(
     "words, says",
     [

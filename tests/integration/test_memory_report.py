@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.planning.compare import Comparison, draw_memory
 from hf_zero.tools.memory import CATEGORIES
 from tests.ranks.test_memory import batch, build, live_bytes
 from tests.support.harness import distributed
@@ -60,32 +59,6 @@ def test_the_trainer_compares_with_the_plan(tmp_path, stage):
         assert (found["stage"], found["world_size"]) == (stage, 2)
     # Planning has left the model as it was.
     trainer.evaluate()
-
-
-def test_the_picture_shows_what_is_held_and_what_was_predicted(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
-    kinds = {"parameters": 2_000_000, "gradients": 0, "master weights": 4_000_000}
-    lines = [{"step": step, "categories": kinds, "peak": 9_000_000 if step == 2 else None} for step in (1, 2, 3)]
-    comparison = Comparison(
-        stage=2,
-        world_size=4,
-        predicted_resident=6_000_000,
-        measured_resident=6_000_000,
-        predicted_peak=8_000_000,
-        measured_peak=9_000_000,
-    )
-    draw_memory(lines, comparison, tmp_path / "memory.png")
-    (axes,) = drawn
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    predicted = ["at rest, predicted", "peak, predicted"]
-    assert labels == ["parameters", "master weights", "peak of the step, measured", *predicted]
-    heights = {line.get_label(): float(line.get_ydata()[0]) for line in axes.lines}
-    assert heights == {"peak of the step, measured": 9.0, "at rest, predicted": 6.0, "peak, predicted": 8.0}
-    assert axes.get_title() == "ZeRO stage 2, 4 ranks: state after each step"
-    assert axes.get_ylabel() == "MB on rank 0" and axes.get_ylim()[0] == 0
-    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 def test_measuring_a_peak_writes_nothing_to_stderr():
