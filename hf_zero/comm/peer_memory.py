@@ -145,7 +145,7 @@ class PeerMemory:
             ranges = [_RANGE.pack(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
             self._say(peer, b"".join([_WORD.pack(kind, tag), *ranges]))
 
-    def settle(self, kind: int, tag: int | None = None) -> None:
+    def wait_for_readers(self, kind: int, tag: int | None = None) -> None:
         """Wait until the peers have read what was offered (of this tag): from then on it may be changed.
 
         Only for what this rank, too, has read from the peers: otherwise two ranks could wait for each other.

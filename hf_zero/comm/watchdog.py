@@ -71,7 +71,7 @@ class Watchdog:
         self._last: list[str] | None = None
         self._stop = threading.Event()
         atexit.register(self.stop)  # the store may be gone before this thread is
-        self._thread = threading.Thread(target=self._watch, name="hf_zero hang monitor", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="hf_zero watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class Watchdog:
                 if self._overdue() or self._store.check([f"{self._prefix}/{self._round}/asked"]):
                     self._compare()
             except Exception as error:  # the store ends with the rank that hosts it
-                logger.debug("hang monitor ends: %s", error)
+                logger.debug("watchdog ends: %s", error)
                 return
 
     def _overdue(self) -> bool:

@@ -124,7 +124,7 @@ class Options:
 
     # Communication.
     overlap_comm: bool = option(
-        True, "communicate beside the computation; the numbers stay the same", switch(), zero="overlap_comm"
+        True, "communicate while computing; the numbers stay the same", switch(), zero="overlap_comm"
     )
     deterministic_reduce: bool = option(
         False, "sum gradients in rank order, so that stages agree bit for bit", switch(), own=True
@@ -318,7 +318,7 @@ class Options:
     )
     min_loss_scale: float = option(
         1.0,
-        "fp16: floor of the scale",
+        "fp16: smallest scale",
         number(lambda scale: scale > 0, "a number above 0", shown="above 0"),
         deepspeed="fp16.min_loss_scale",
         needs=_FP16,

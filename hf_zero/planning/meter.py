@@ -45,7 +45,7 @@ class Peak:
     def nbytes(self) -> int:
         return self.live.total()
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """All tensors seen so far have their labels: only the best moment matters."""
         self._moments = [max(self._moments, key=lambda moment: moment[1].total())]
 
@@ -146,7 +146,7 @@ class StorageMeter(TorchDispatchMode):
             self.before_peak()
             self._settled = True
             for peak in peaks:
-                peak.settle()
+                peak.close()
         if all(peak.take(self.live).total() <= peak.nbytes for peak in peaks):
             return
         self.before_peak()

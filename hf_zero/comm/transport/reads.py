@@ -37,7 +37,7 @@ class Readers:
         self._peers, self._tag = peers, tag
 
     def wait(self) -> None:
-        self._peers.settle(_GATHER, None if self._tag is None else self._tag.number)
+        self._peers.wait_for_readers(_GATHER, None if self._tag is None else self._tag.number)
 
 
 class Reads(Messages):
