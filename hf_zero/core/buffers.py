@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_zero.comm.communicator import Communicator
 
@@ -18,7 +18,7 @@ class BufferSync:
 
     def __init__(self, model: nn.Module, comm: Communicator, device: torch.device) -> None:
         self._comm, self._due = comm, True
-        self._persistent: list[tuple[dict[str, Tensor | None], str]] = []
+        self._persistent: list[tuple[nn.Module, str]] = []
         everything = []
         for module in model.modules():
             for name, value in module._buffers.items():
@@ -26,7 +26,7 @@ class BufferSync:
                     module._buffers[name] = value = value.to(device)
                     everything.append(value)
                     if name not in module._non_persistent_buffers_set:
-                        self._persistent.append((module._buffers, name))
+                        self._persistent.append((module, name))
         comm.broadcast_all(everything)
 
     def before_forward(self, reduces: bool) -> None:
@@ -34,4 +34,4 @@ class BufferSync:
         due, self._due = self._due, reduces and torch.is_grad_enabled()
         if due and self._persistent:
             with torch.no_grad():
-                self._comm.broadcast_all([buffers[name] for buffers, name in self._persistent])
+                self._comm.broadcast_all([module.get_buffer(name) for module, name in self._persistent])

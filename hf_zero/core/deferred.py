@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class Source(Protocol):
         """What the values are made from, where it may differ between ranks."""
 
 
-_NEEDS_NO_VALUES = guard.METADATA | {Tensor.requires_grad.__set__}
+_NEEDS_NO_VALUES = guard.METADATA | {guard.DESCRIPTORS.requires_grad.__set__}
 _sources = WeakTensorKeyDictionary()
 
 
@@ -33,7 +33,9 @@ class DeferredParameter(nn.Parameter):
     """A parameter with a shape and without values; it becomes an ordinary one at the first use of its values."""
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in _NEEDS_NO_VALUES:
             for leaf in tree_leaves((args, kwargs)):
@@ -47,7 +49,7 @@ class DeferredParameter(nn.Parameter):
             memo[id(self)] = deferred(self.shape, self.dtype, _sources[self], self.requires_grad)
         return memo[id(self)]
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # the argument that torch adds is for containers
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter(no values yet, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -56,7 +58,7 @@ def deferred(shape: torch.Size, dtype: torch.dtype, source: Source, requires_gra
     """A parameter that takes next to no memory, whose values `source` has."""
     param = nn.Parameter(torch.empty((), dtype=dtype).expand(shape), requires_grad=requires_grad)
     defer(param, source)
-    return param
+    return cast(DeferredParameter, param)
 
 
 def defer(param: nn.Parameter, source: Source) -> None:
@@ -76,13 +78,14 @@ def take(param: nn.Parameter) -> Source | None:
     """The source of a parameter's values, None where it has them. Whoever takes it gives the parameter values."""
     if not isinstance(param, DeferredParameter):
         return None
-    param.__class__ = nn.Parameter
+    cast(nn.Parameter, param).__class__ = nn.Parameter
     return _sources.pop(param)
 
 
-def materialize(param: DeferredParameter) -> None:
+def materialize(param: nn.Parameter) -> None:
     """Give the parameter its values."""
     source = take(param)
+    assert source is not None, "it has its values"
     with _disable_current_modes():  # a mode that watches operations does not see what comes from a file
         values = torch.empty(param.shape, dtype=param.dtype)
         source.read(0, values.view(-1))

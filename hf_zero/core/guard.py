@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, SupportsIndex, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ def _functions(module: object, names: str) -> set:
     return {getattr(module, name) for name in names.split() if hasattr(module, name)}
 
 
+# Type checkers take what torch says of an attribute for its value; here it is wanted as a descriptor.
+DESCRIPTORS: Any = Tensor
+
 # What can be answered without the values.
 METADATA = (
     _getters(
@@ -69,7 +72,7 @@ METADATA = (
         "is_neg is_inference",
     )
     | {
-        Tensor._backward_hooks.__set__,
+        DESCRIPTORS._backward_hooks.__set__,
     }
 )
 
@@ -77,11 +80,13 @@ METADATA = (
 class ReadyParameter(nn.Parameter):
     """A prepared parameter whose values are there (see [Note: parameter classes])."""
 
+    _zero_owner: weakref.ref[Owner]
+
     # The descriptor of Tensor is kept; ours only adds the notice.
     @property
     def data(self) -> Tensor:
         owner_of(self).on_data()
-        return Tensor.data.__get__(self)
+        return DESCRIPTORS.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -99,12 +104,12 @@ class ReadyParameter(nn.Parameter):
     @property
     def requires_grad(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.requires_grad.__get__(self)
+            return DESCRIPTORS.requires_grad.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            Tensor.requires_grad.__set__(self, value)
+            DESCRIPTORS.requires_grad.__set__(self, value)
         owner_of(self).on_requires_grad(self)
 
     @property
@@ -130,22 +135,24 @@ class ReadyParameter(nn.Parameter):
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 class GuardedParameter(ReadyParameter):
     """A prepared parameter whose values are released or on their way (see [Note: parameter classes])."""
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # the argument that torch adds is for containers
         # Printing on one rank must not start a collective that the others do not join.
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -168,14 +175,14 @@ def raise_if_released(error: BaseException) -> None:
 def raw_grad(param: nn.Parameter) -> Tensor | None:
     """What autograd has left on the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.grad.__get__(param)
+        return DESCRIPTORS.grad.__get__(param)
 
 
 def take_grad(param: nn.Parameter) -> Tensor:
     """Take what autograd has left on the parameter."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad = Tensor.grad.__get__(param)
-        Tensor.grad.__set__(param, None)
+        grad = DESCRIPTORS.grad.__get__(param)
+        DESCRIPTORS.grad.__set__(param, None)
     assert grad is not None
     return grad
 
@@ -183,9 +190,12 @@ def take_grad(param: nn.Parameter) -> Tensor:
 def gets_gradient(param: nn.Parameter) -> bool:
     """Inside backward: whether the graph that autograd goes through leads to the parameter."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-        if not Tensor.requires_grad.__get__(param):
+        if not DESCRIPTORS.requires_grad.__get__(param):
             return False
-        accumulate, _ = Tensor.view_as(param, param).grad_fn.next_functions[0]
+        node = Tensor.view_as(param, param).grad_fn
+        assert node is not None
+        accumulate = node.next_functions[0][0]
+        assert accumulate is not None
     return torch._C._will_engine_execute_node(accumulate)
 
 
@@ -197,25 +207,25 @@ def attach(params: Iterable[nn.Parameter], owner: Owner) -> None:
                 f"parameters of type {type(param).__name__} cannot be sharded: hf_zero needs torch.nn.Parameter. "
                 "Load the model without quantisation or keep it out of prepare()"
             )
-        param._zero_owner = weakref.ref(owner)
+        cast(ReadyParameter, param)._zero_owner = weakref.ref(owner)
         param.__class__ = ReadyParameter
 
 
 def detach(params: Iterable[nn.Parameter]) -> None:
     """Make `params` plain parameters again."""
     for param in params:
-        del param._zero_owner
+        del cast(ReadyParameter, param)._zero_owner
         param.__class__ = nn.Parameter
 
 
 def owner_of(param: nn.Parameter) -> Owner:
     """The unit that owns a prepared parameter."""
-    owner = param._zero_owner()
+    owner = cast(ReadyParameter, param)._zero_owner()
     assert owner is not None, "the engine of this parameter is gone"
     return owner
 
 
-def is_prepared(param: nn.Parameter) -> bool:
+def is_prepared(param: Tensor) -> TypeGuard[nn.Parameter]:
     return isinstance(param, ReadyParameter)
 
 
@@ -232,4 +242,4 @@ def unlock(params: Iterable[nn.Parameter]) -> None:
 def point_to(param: nn.Parameter, view: Tensor) -> None:
     """Make `param` a view of the flat storage, without the notice of a write."""
     with torch._C.DisableTorchFunctionSubclass():
-        Tensor.data.__set__(param, view)
+        DESCRIPTORS.data.__set__(param, view)

@@ -60,6 +60,7 @@ class ForwardOrder:
         self._trace, self._expected, self._on_track = [], self._known.get(point, []), True
 
     def visit(self, point: HookPoint) -> None:
+        assert self._trace is not None, "a pass is under way"
         at = len(self._trace)
         self._trace.append(point)
         self._on_track = self._on_track and at < len(self._expected) and self._expected[at] is point
@@ -88,7 +89,7 @@ class ForwardOrder:
 
     def upcoming(self, then_backward: bool) -> Iterator[HookPoint]:
         """What follows the point visited last: the rest of forward and, if asked for, backward."""
-        if self._on_track:
+        if self._on_track and self._trace is not None:
             yield from self._expected[len(self._trace) :]
             if then_backward:
                 yield from _backward(self._expected, len(self._expected))
@@ -132,6 +133,9 @@ class Progress:
 
     Nothing else counts, so it is the same on all ranks that make the same calls, whatever gradients arrive.
     """
+
+    _reached: float
+    _went_back: bool
 
     def __init__(self) -> None:
         self.forget()

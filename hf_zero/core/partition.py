@@ -140,7 +140,7 @@ def _is_block_list(module: nn.Module) -> bool:
     return not all(max(lengths, default=0) > len(module) for lengths in inner)
 
 
-def _outermost(module: nn.Module, wanted) -> list[nn.Module]:
+def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for child in module.children():
         for hit in [child] if wanted(child) else _outermost(child, wanted):
@@ -167,7 +167,8 @@ def _tail(model: nn.Module, blocks: list[nn.Module], embeddings: list[nn.Module]
     last = blocks[-1]
     taken = set(blocks) | set(embeddings)
     holds_block = {module for module in model.modules() if any(inner in taken for inner in module.modules())}
-    tail, seen_last = [], False
+    tail: list[nn.Module] = []
+    seen_last = False
     for module in model.modules():
         if module is last:
             seen_last = True

@@ -31,8 +31,9 @@ class Precision:
 
     def of(self, param: nn.Parameter) -> torch.dtype:
         """The dtype that a parameter has where it is computed with."""
-        casts = self.dtype is not None and param.is_floating_point() and param not in self._keeping
-        return self.dtype if casts else param.dtype
+        if self.dtype is None or not param.is_floating_point() or param in self._keeping:
+            return param.dtype
+        return self.dtype
 
     def autocast(self) -> AbstractContextManager:
         """What forward runs in. The meta device, on which runs are planned, has no autocast."""
@@ -54,9 +55,10 @@ def meet_weight(module: nn.Module, args: tuple) -> tuple:
     Autocast does so on an accelerator; for the CPU it leaves norms out, whose kernels refuse fp32 inputs with 16-bit
     weights.
     """
-    if module.weight is None:
+    weight: Tensor | None = getattr(module, "weight", None)
+    if weight is None:
         return args
-    dtype = module.weight.dtype
+    dtype = weight.dtype
     return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
 
 
@@ -65,7 +67,7 @@ def widen(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALVES else value
     if isinstance(value, Mapping):
-        return type(value)({key: widen(item) for key, item in value.items()})
+        return type(value)({key: widen(item) for key, item in value.items()})  # type: ignore[call-arg]  # as dict takes it
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(widen, value))
     if isinstance(value, (tuple, list)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
 
 from torch import Tensor, nn
 
@@ -34,7 +34,16 @@ class ModelEngine(Protocol):
         """Put an ordinary copy of each parameter into the memo of `copy.deepcopy`; a collective."""
 
 
-class ZeroModuleMixin:
+if TYPE_CHECKING:  # what the mixins are put before
+    _Module: TypeAlias = nn.Module
+
+    class _Generating:
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+else:
+    _Module = _Generating = object
+
+
+class ZeroModuleMixin(_Module):
     """Added to the class of a prepared model, whose name and type checks stay as they were."""
 
     _zero_engine: ModelEngine
@@ -74,12 +83,12 @@ class ZeroModuleMixin:
         drop_placeholders(twin)
         return twin
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         # Protocol 1 names the class to make; later ones insist that it is the class of this object.
         return copy.deepcopy(self).__reduce_ex__(1)
 
 
-class ZeroGenerationMixin:
+class ZeroGenerationMixin(_Generating):
     """Added to the class of a prepared model that generates."""
 
     _zero_engine: ModelEngine

@@ -11,6 +11,7 @@ written to it from then on would be lost, and is an error at the next step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class WholeGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return Tensor.data.__get__(self)
+        return guard.DESCRIPTORS.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -36,22 +37,26 @@ class WholeGradient(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return memo.setdefault(id(self), self.clone())
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return self.clone().__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 class GuardedGradient(WholeGradient):
     """One whose values are not fetched yet."""
 
-    def __repr__(self) -> str:
+    _zero_fetch: Callable[[str], None]
+
+    def __repr__(self) -> str:  # type: ignore[override]  # the argument that torch adds is for containers
         # Printing on one rank must not start a collective that the others do not join.
         with torch._C.DisableTorchFunctionSubclass():
             return f"Gradient(not fetched yet, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in guard.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -59,7 +64,7 @@ class GuardedGradient(WholeGradient):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, GuardedGradient):
                 leaf._zero_fetch(getattr(func, "__name__", str(func)))
-                leaf.__class__ = WholeGradient
+                cast(WholeGradient, leaf).__class__ = WholeGradient
         return func(*args, **kwargs)
 
 
@@ -96,7 +101,7 @@ class WholeGradients:
 
     def hand_out(self, index: int, fetch: Callable[[str], None]) -> Tensor:
         """The gradient of one parameter for a reader; `fetch(operation)` is called before its values are used."""
-        view = self._views[index].detach()  # a view could not be detached in place
+        view: Any = self._views[index].detach()  # a view could not be detached in place
         view.__class__ = WholeGradient if self.fetched else GuardedGradient
         view._zero_fetch = fetch
         return view
