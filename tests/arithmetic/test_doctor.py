@@ -19,6 +19,7 @@ def run(capsys, *words):
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_a_sound_machine_passes(capsys, tmp_path):
     status, out, _ = run(capsys, "--num_processes", 2, "--folder", tmp_path, "--timeout", 300, "--json")
     findings = {finding["what"]: finding for finding in json.loads(out)}
@@ -45,6 +46,7 @@ def test_a_fault_is_the_exit_status(capsys, tmp_path, monkeypatch):
     assert found["no-such-package"]["text"].startswith("is not installed")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     (finding,) = doctor.collectives(2, 300)
