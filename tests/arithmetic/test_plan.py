@@ -108,7 +108,7 @@ def test_a_small_model_is_shown_in_small_units(folder, capsys):
     assert len(rows) == 4 and "MB (1,000,000 bytes) of each rank" in out, out
     for row in rows:
         peak, at_rest, sent = row[-4:-1]
-        assert 1 < float(peak) < 1000 and float(at_rest) > 0.1 and float(sent) > 0.1, row
+        assert 0.1 < float(peak) < 1000 and float(at_rest) >= 0.1 and float(sent) >= 0.1, row
         assert "0.0" not in row and "0.0000" not in row
     assert " B parameters" not in out and " of 80.0 GB" in out
 
@@ -130,7 +130,7 @@ def test_what_it_works_on_is_told(folder):
         config=ZeroConfig(mixed_precision="bf16"),
         gpus=2,
         nodes=1,
-        gpu_memory=10**6,
+        gpu_memory=6 * 10**5,
         batch=BatchShape(rows=1, length=16),
         accumulation=1,
         optimizer="adamw",
@@ -237,7 +237,7 @@ def test_an_architecture_that_needs_values_is_refused():
 
 
 def test_read_config_takes_a_file(folder):
-    assert read_config(str(folder / "config.json")).num_hidden_layers == 6
+    assert read_config(str(folder / "config.json")).num_hidden_layers == 2
 
 
 def rows(*peaks, checkpointing=False, sent=(50, 40, 40, 60)):

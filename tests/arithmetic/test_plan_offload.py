@@ -148,7 +148,7 @@ CONFIG = transformers.LlamaConfig(
         **zoo._DECODER,
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "vocab_size": 128,
         "max_position_embeddings": 4096,
     },

@@ -46,7 +46,7 @@ def model():
     config = transformers.LlamaConfig(
         hidden_size=512,
         intermediate_size=1408,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=8,
         vocab_size=8192,
         architectures=["LlamaForCausalLM"],
