@@ -140,7 +140,7 @@ def _print_table(config: ZeroConfig, everything: bool) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:  # a pipe has no width: keep every row on one line
-        console = Console(highlight=False, width=240)
+        console = Console(highlight=False, width=1000)
     print_table(config, everything, console)
 
 
