@@ -26,8 +26,10 @@ from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.errors import ZeroCheckpointError
 
 
-# (tensor in the file, first element, where its values go, whether this rank's read counts for the checksum)
-_Part = tuple[str, int, Tensor, bool]
+# (tensor in the file, first element, where its values go)
+_Part = tuple[str, int, Tensor]
+# (element of the file's tensor, its name, first element of the weight, count)
+_Route = tuple[int, str, int, int]
 
 
 def has_weights(folder: Path) -> bool:
@@ -92,13 +94,15 @@ def load_weights(
         files.update(weight_files(folder))
         layouts = {file: SlicedFile.open(home / file) for file in sorted(set(files.values()))}
         _check(plan, names, files, layouts, folder)
-        by_file: dict[str, list[_Part]] = {}
-        for part in _parts(model, plan, names, comm):
-            by_file.setdefault(files[part[0]], []).append(part)
         found = commit.checksums(home)
-        for file, parts in by_file.items():
-            layouts[file].read(home / file, [part[:3] for part in parts if part[3]], found)
-            layouts[file].read(home / file, [part[:3] for part in parts if not part[3]])
+        for file in layouts:
+
+            def in_file(tensor: str, name: str, file: str = file) -> bool:
+                return name in names and files[tensor] == file
+
+            for counts in (True, False):
+                parts = _parts(model, plan, comm, in_file, counts)
+                layouts[file].read(home / file, parts, found if counts else None)
         sums.update(found or {})
 
     on_all_ranks(comm, read)
@@ -132,33 +136,40 @@ def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict
         raise ZeroCheckpointError(f"{folder} does not fit the model: {shown}")
 
 
-def _parts(model: nn.Module, plan: SavePlan, names: set[str], comm: Communicator) -> Iterator[_Part]:
-    routes: dict[str, list[tuple[int, str, int, int]]] = {}
+def _parts(
+    model: nn.Module, plan: SavePlan, comm: Communicator, wanted: Callable[[str, str], bool], counts: bool
+) -> Iterator[_Part]:
+    """What this rank keeps of tensors in the files, where its read counts for the checksum, or where it does not.
+
+    `wanted(tensor, name)` chooses tensors, and of each the weights that it is made of.
+    """
+    routes: dict[str, list[_Route]] = {}
     for tensor, origin in plan.origins.items():
         for run in origin.runs or ():
-            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
+            if wanted(tensor, run.name):
+                routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
     logical = logical_state(model)
     by_param = {id(tensor): plan.aliases[name] for name, tensor in logical.items()}
     for unit in units_of(model):
         for buffer in unit.buffers:
-            for index, start, values in resting_spans(buffer):
-                name = by_param.get(id(buffer.params[index]))
-                if name in names:
-                    yield from _routed(routes.get(name, ()), start, values, buffer.is_first_owner)
+            found = [routes.get(by_param.get(id(param)), []) for param in buffer.params]
+            if counts == buffer.is_first_owner and any(found):
+                for index, start, values in _resting_spans(buffer):
+                    yield from _routed(found[index], start, values)
     for name, tensor in logical.items():
-        if name in names and plan.aliases[name] == name and not guard.is_prepared(tensor):
-            yield from _routed(routes.get(name, ()), 0, tensor.detach().view(-1), comm.rank == 0)
+        if plan.aliases[name] == name and not guard.is_prepared(tensor) and counts == (comm.rank == 0):
+            yield from _routed(routes.get(name, []), 0, tensor.detach().view(-1))
 
 
-def _routed(routes, start: int, values: Tensor, counts: bool) -> Iterator[_Part]:
+def _routed(routes: list[_Route], start: int, values: Tensor) -> Iterator[_Part]:
     for at, tensor, first, numel in routes:
         low, high = max(start, first), min(start + values.numel(), first + numel)
         if low < high:
-            yield tensor, at + low - first, values[low - start : high - start], counts
+            yield tensor, at + low - first, values[low - start : high - start]
 
 
-def resting_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
-    """(parameter, first element, values) of everything that this rank keeps of a buffer."""
-    for start, stop, values in buffer.local_shard() or [(0, buffer.end - buffer.begin, buffer.local_slice)]:
+def _resting_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
+    """(parameter, first element, values to fill) of everything that this rank keeps of a buffer."""
+    for start, stop, values in buffer.exact(write=True):
         for span in buffer.layout.spans(buffer.begin + start, buffer.begin + stop):
             yield span.index, span.start, values[span.offset : span.offset + span.numel]

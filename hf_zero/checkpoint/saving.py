@@ -103,15 +103,15 @@ def stage_weights(
         unit.adopt_writes()
     routes = _routes(plan)
 
-    def parts() -> Iterator[Part]:
-        for name, start, values in owned_parts(model, plan, comm):
+    def parts(closed: bool) -> Iterator[Part]:
+        for name, start, values in owned_parts(model, plan, comm, closed):
             for at, tensor, first, numel in routes.get(name, ()):
                 low, high = max(start, first), min(start + values.numel(), first + numel)
                 if low < high:
                     yield plan.home[tensor], tensor, at + low - first, values[low - start : high - start]
-        yield from _computed_parts(model, plan, comm)
 
-    return StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, comm, is_main, later))
+    staged = stage(Path(folder), plan.files, parts, comm, is_main, later, lambda: _computed_parts(model, plan, comm))
+    return StagedWeights(plan=plan, staged=staged)
 
 
 def _routes(plan: SavePlan) -> dict[str, list[tuple[int, str, int, int]]]:
@@ -123,12 +123,15 @@ def _routes(plan: SavePlan) -> dict[str, list[tuple[int, str, int, int]]]:
     return routes
 
 
-def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterator[Owned]:
-    """Everything that is this rank's to write; over all ranks, every element once."""
+def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator, closed: bool) -> Iterator[Owned]:
+    """Everything that is this rank's to write; over all ranks, every element once.
+
+    Values are valid until the next are asked for, and `closed` have shapes only.
+    """
     names = {id(tensor): name for name, tensor in reversed(logical_state(model).items())}
     for unit in units_of(model):
         for buffer in unit.buffers:
-            for index, start, values in own_spans(buffer):
+            for index, start, values in own_spans(buffer, closed):
                 name = names.get(id(buffer.params[index]))
                 if name is not None:
                     yield plan.aliases[name], start, values
@@ -138,14 +141,13 @@ def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterato
                 yield name, 0, tensor.detach().contiguous().reshape(-1)
 
 
-def own_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
+def own_spans(buffer: FlatBuffer, closed: bool) -> Iterator[tuple[int, int, Tensor]]:
     """(parameter, first element, values) of this rank's share; what is replicated is shared out by slices too."""
     topology = buffer.mesh.topology
     if topology.place_of(topology.rank)[0] != 0:
         return  # the first replica has all
     low, high = buffer.layout.slice_bounds(topology.slice_of(topology.rank))
-    rest = buffer.local_shard() or [(0, buffer.end - buffer.begin, buffer.local_slice)]
-    for start, stop, values in rest:
+    for start, stop, values in buffer.exact(closed=closed):
         begin, end = max(low, buffer.begin + start), min(high, buffer.begin + stop)
         offset = begin - buffer.begin - start
         for span in buffer.layout.spans(begin, end):
@@ -164,7 +166,10 @@ def _computed_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Ite
     for tensors, sources in _groups(plan):
         dtypes = {name: plan.files[plan.home[t]].tensors[t][0] for t in tensors for name in sources}
         whole = {name: torch.empty(logical[name].shape, dtype=dtypes[name]) for name in sorted(sources)}
-        mine = [("", *part) for part in owned_parts(model, plan, comm) if part[0] in sources]
+
+        def mine(closed: bool, sources: frozenset[str] = sources) -> Iterator[Part]:
+            return (("", *part) for part in owned_parts(model, plan, comm, closed) if part[0] in sources)
+
         for _, name, start, values in broadcast_parts(mine, functools.partial(_dtype_in, dtypes), comm):
             whole[name].view(-1)[start : start + values.numel()] = values.cpu()
         if comm.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -23,8 +24,11 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.errors import ZeroCheckpointError, ZeroError
 
 
-# (file, tensor name, first element, values)
+# (file, tensor name, first element, values); the values are valid until the next part is asked for.
 Part = tuple[str, str, int, Tensor]
+# Gives this rank's parts, always the same; with True, the values have a shape only, and nothing is read for them.
+Parts = Callable[[bool], Iterable[Part]]
+Computed = Callable[[], Iterable[Part]]
 _TEMPORARY = ".tmp"
 
 
@@ -147,16 +151,17 @@ class Staged:
             dtype = self.files[file].tensors[name][0]
             self.kept.append((file, name, start, values.detach().to(device="cpu", dtype=dtype, copy=True)))
 
-    def write(self, parts: Iterable[Part]) -> None:
+    def write(self, parts: Parts, computed: Computed = tuple) -> None:
         """Write this rank's parts into the files; a collective."""
         writer = SliceWriter(self.files, {name: self._temporary(name) for name in self.files})
         if self.writers.shared:
-            on_all_ranks(self.comm, lambda: _fill(writer, parts))
+            on_all_ranks(self.comm, lambda: _fill(writer, itertools.chain(parts(False), computed())))
         else:
-            received = broadcast_parts(parts, lambda file, name: self.files[file].tensors[name][0], self.comm)
-            for part in received:
-                if self.creates:
-                    writer.put(*part)
+            made = list(computed())
+            for given in (parts, lambda _closed: made):
+                for part in broadcast_parts(given, lambda file, name: self.files[file].tensors[name][0], self.comm):
+                    if self.creates:
+                        writer.put(*part)
             on_all_ranks(self.comm, writer.close)
         per_rank = self.comm.all_gather_object(writer.nbytes)
         _check_complete(self.files, per_rank, self.writers)
@@ -167,7 +172,8 @@ class Staged:
         """Write what was kept; a collective."""
         if self.kept is not None:
             try:
-                self.write(_released(self.kept))
+                kept = self.kept
+                self.write(lambda closed: list(kept) if closed else _released(kept))
             except BaseException:
                 self.discard()
                 raise
@@ -210,12 +216,15 @@ def _released(parts: list[Part]) -> Iterator[Part]:
 def stage(
     folder: Path,
     files: Mapping[str, SlicedFile],
-    parts: Callable[[], Iterable[Part]],
+    parts: Parts,
     comm: Communicator,
     is_main: bool,
     later: Later | None = None,
+    computed: Computed = tuple,
 ) -> Staged:
     """Write `files` under temporary names; each rank gives the parts that it owns. A collective.
+
+    `computed` gives further parts, in the making of which all ranks take part by iterating.
 
     All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
     parts travel to the ranks that create files, one buffer at a time. With `later` the parts are only copied, and
@@ -227,9 +236,9 @@ def stage(
     try:
         on_all_ranks(comm, staged.create)
         if later is not None and staged.writers.shared:
-            on_all_ranks(comm, lambda: staged.keep(parts()))
+            on_all_ranks(comm, lambda: staged.keep(itertools.chain(parts(False), computed())))
         else:
-            staged.write(parts())
+            staged.write(parts, computed)
     except BaseException:
         staged.discard()
         raise
@@ -269,22 +278,19 @@ def _check_complete(files: Mapping[str, SlicedFile], per_rank: list[int], writer
             )
 
 
-def broadcast_parts(
-    parts: Iterable[Part], dtype_of: Callable[[str, str], torch.dtype], comm: Communicator
-) -> Iterator[Part]:
+def broadcast_parts(parts: Parts, dtype_of: Callable[[str, str], torch.dtype], comm: Communicator) -> Iterator[Part]:
     """Yield the parts of all ranks on every rank, one buffer at a time; a collective."""
-    mine = list(parts)
-    device = comm.device
-    described = [(file, name, start, values.numel()) for file, name, start, values in mine]
+    described = [(file, name, start, values.numel()) for file, name, start, values in parts(True)]
+    mine, device = iter(parts(False)), comm.device
     for rank, theirs in enumerate(comm.all_gather_object(described)):
-        for number, (file, name, start, numel) in enumerate(theirs):
+        for file, name, start, numel in theirs:
+            own = next(mine)[3].detach().reshape(-1) if rank == comm.rank else None
             dtype = dtype_of(file, name)
             step = max(1, BUFFER_BYTES // dtype.itemsize)
             for at in range(0, numel, step):
                 count = min(step, numel - at)
-                if rank == comm.rank:
-                    buffer = mine[number][3].detach().reshape(-1)[at : at + count]
-                    buffer = buffer.to(device=device, dtype=dtype, copy=True)
+                if own is not None:
+                    buffer = own[at : at + count].to(device=device, dtype=dtype, copy=True)
                 else:
                     buffer = torch.empty(count, dtype=dtype, device=device)
                 yield file, name, start + at, comm.broadcast(buffer, rank)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +56,8 @@ def save_state(
     buffers, bindings = list(buffers), list(bindings)
     members, optimizers = members_of(buffers, bindings), [binding.optimizer for binding in bindings]
     buffers = [buffer for buffer in buffers if buffer.trainable]
+    for buffer in buffers:
+        buffer.resting.settle()
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
     kinds = _agreed_kinds(buffers, optimizers, comm)
     tensors = {}
@@ -70,8 +74,8 @@ def save_state(
     )
     file = SlicedFile(tensors, metadata)
 
-    def parts() -> Iterator[Part]:
-        for tensor, start, values in _parts(buffers, optimizers, comm):
+    def parts(closed: bool) -> Iterator[Part]:
+        for tensor, start, values in _parts(buffers, optimizers, comm, None if closed else "read"):
             if tensor in tensors:
                 yield name, tensor, start, values
 
@@ -133,6 +137,8 @@ def load_state(
     extra: dict[str, object] = {}
 
     def read() -> None:
+        for buffer in trained:
+            buffer.resting.settle()
         file = open_state(path)
         extra.update(json.loads(file.metadata["extra"]))
         saved = json.loads(file.metadata["optimizers"])
@@ -159,7 +165,7 @@ def load_state(
 def _in_file(
     file: SlicedFile, buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    for name, start, values in _parts(buffers, optimizers, None):
+    for name, start, values in _parts(buffers, optimizers, None, "write"):
         if name in file.tensors:
             yield name, start, values
 
@@ -168,9 +174,7 @@ def _states(shard: MasterShard, optimizers: list[torch.optim.Optimizer]) -> dict
     """The flat tensors that belong to a shard, by kind."""
     flats = {MASTER: shard.values}
     for optimizer in optimizers:
-        for kind, value in optimizer.state.get(shard.weight, {}).items():
-            if isinstance(value, Tensor) and value.shape == shard.weight.shape and value.dim() == 1:
-                flats[kind] = value
+        flats.update(shard.flats_in(optimizer.state.get(shard.weight, {})))
     return flats
 
 
@@ -191,17 +195,24 @@ def _agreed_kinds(
 
 
 def _parts(
-    buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator | None
+    buffers: list[FlatBuffer],
+    optimizers: list[torch.optim.Optimizer],
+    comm: Communicator | None,
+    access: Literal["read", "write"] | None,
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks."""
+    """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks.
+
+    Values are valid until the next are asked for; without `access` they have shapes only.
+    """
     for buffer in buffers:
         if comm is not None and not buffer.is_first_owner:
             continue  # the first of those that keep the same writes
         for shard in buffer.master_shards:
-            for kind, flat in _states(shard, optimizers).items():
-                for span in shard.spans():
-                    values = flat[span.offset : span.offset + span.numel]
-                    yield f"{buffer.names[span.index]}.{kind}", span.start, values
+            with contextlib.nullcontext() if access is None else shard.open(write=access == "write"):
+                for kind, flat in _states(shard, optimizers).items():
+                    for span in shard.spans():
+                        values = flat[span.offset : span.offset + span.numel]
+                        yield f"{buffer.names[span.index]}.{kind}", span.start, values
 
 
 def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator) -> list[list[dict]]:
@@ -254,10 +265,14 @@ def _make_states(
         weight = shard.weight
         if id(weight) not in adopted:
             continue
-        spans = shard.spans()
+        spans = list(shard.spans())
         # A shard of padding only has the states of its group too: an optimizer expects all of them or none.
-        for index in [span.index for span in spans] or [len(buffer.names) - 1]:
-            for kind, dtype in kinds.get(buffer.names[index], {}).items():
-                state = optimizer.state[weight]
-                if kind not in state:
-                    state[kind] = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+        indices = [span.index for span in spans] or [len(buffer.names) - 1]
+        wanted = {kind: dtype for index in indices for kind, dtype in kinds.get(buffer.names[index], {}).items()}
+        missing = wanted.keys() - optimizer.state.get(weight, {}).keys()
+        if missing:
+            with shard.open(write=True):
+                for kind in sorted(missing):
+                    values = torch.zeros(shard.numel, dtype=wanted[kind], device=weight.device)
+                    optimizer.state[weight][kind] = values
+                shard.keep(optimizer.state[weight])

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.loading import weight_files
 from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
 from hf_zero.checkpoint.safetensors_file import SlicedFile, library_order
 from hf_zero.checkpoint.saving import StagedWeights
-from hf_zero.checkpoint.staging import Part, stage
+from hf_zero.checkpoint.staging import Part, Parts, stage
 from hf_zero.comm.communicator import Communicator
 from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, find_config, is_accelerates, new_folder, note_dtype, save_pickle
@@ -119,7 +119,7 @@ class _NewWeights:
     """Weight files that are written anew."""
 
     files: Mapping[str, SlicedFile] = field(default_factory=dict)
-    parts: Callable[[], Iterator[Part]] = lambda: iter(())
+    parts: Parts = lambda _closed: ()
     plan: SavePlan | None = None
 
     def write(self, folder: Path) -> None:
@@ -146,7 +146,7 @@ def _weights_to_write(
     carried = carried_files(folder, config, unread)
     if ours.has_half_weights():
         plan = _plan_fp32(build(config), ours)
-        return carried, _NewWeights(files=plan.files, parts=lambda: _weight_parts(plan, ours), plan=plan)
+        return carried, _NewWeights(files=plan.files, parts=lambda _closed: _weight_parts(plan, ours), plan=plan)
     carried += [folder / file for file in sorted(set(ours.home.values()))]
     carried += [folder / INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
     return carried, _NewWeights()
@@ -169,7 +169,7 @@ def _file_fp32(ours: _Ours, file: str) -> _NewWeights:
         for tensor, (dtype, shape) in old.tensors.items()
     }
 
-    def parts() -> Iterator[Part]:
+    def parts(_closed: bool) -> Iterator[Part]:
         for tensor in old.tensors:
             if tensor in trained:
                 values = ours.state_tensor(f"{trained[tensor]}.{training_state.MASTER}")

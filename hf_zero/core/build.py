@@ -18,6 +18,7 @@ from hf_zero.core import deferred, guard
 from hf_zero.core.extents import arrange
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.homes import Homes
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.core.partition import UnitPlan
 from hf_zero.core.placement import Placement, Placements
@@ -88,7 +89,7 @@ class UnitBuilder:
     config: ZeroConfig
     mesh: Mesh
     placements: Placements
-    device: torch.device
+    homes: Homes
     precision: Precision
     trainable: bool
     scaler: LossScaler | None
@@ -126,7 +127,7 @@ class UnitBuilder:
                 trainable=trainable,
                 placements=self.placements.with_whole_parameters() if plan.persistent else self.placements,
                 mesh=self.mesh,
-                device=self.device,
+                homes=self.homes,
                 rest_dtype=own_dtype if keeps_precision else None,
                 tag=Tag(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
             )

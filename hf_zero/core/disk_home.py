@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer
+from hf_zero.core.placement import Place
 
 
 class _Use(enum.Enum):
@@ -285,17 +286,19 @@ def _shell(dtype: torch.dtype) -> Tensor:
 class DiskHome:
     """Keeps shelves in one unnamed file, and what is open, ahead or behind in `buffers` slots of host memory."""
 
-    def __init__(self, file: DirectFile, buffers: int = 4) -> None:
-        self.file = file
+    place, device, is_near, keeps_memory = Place.DISK, torch.device("cpu"), False, False
+
+    def __init__(self, file: DirectFile, buffers: int = 4, limit: int | None = None, least: int = 1) -> None:
+        self.file, self.limit, self.least = file, limit, least
         self._slots = Slots(buffers)
 
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> DiskShelf:
         """Take over the values of flat tensors of `numel` elements each; they are shells afterwards."""
         return DiskShelf(self.file, self._slots, numel, flats)
 
-    def reaches(self, device: torch.device) -> bool:
-        """Whether a device reads what is kept here without a copy: none does."""
-        return False
+    def held(self) -> dict[Place, int]:
+        """Bytes of the file, and of the slots in host memory."""
+        return {Place.DISK: self.file.nbytes, Place.HOST: self._slots.nbytes}
 
     def close(self) -> None:
         """End the threads and give the disk back; nothing can be opened afterwards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +20,7 @@ from hf_zero.core.build import DTYPES
 from hf_zero.core.extents import placements_of
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer, release_unused
+from hf_zero.core.homes import Homes
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.core.optimizer import Binding
 from hf_zero.core.optimizer_set import OptimizerSet
@@ -28,6 +30,7 @@ from hf_zero.core.precision import Precision
 from hf_zero.core.prepared import attach, detach
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.step import StepControl
+from hf_zero.core.stepping import Stepper
 from hf_zero.core.structure import Structure
 from hf_zero.core.unit import Unit, raise_on_access, raise_on_grad_read
 from hf_zero.errors import ZeroRuntimeError
@@ -46,6 +49,7 @@ class ZeroEngine:
         trainable: False for a model that is only evaluated: no gradients, no masters.
         scaler: the loss scale, where several engines share one.
         mixins: added to the class of the model; see `prepared.attach`.
+        homes: where this rank's slices rest between uses (default: as `config` says).
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ZeroEngine:
         trainable: bool = True,
         scaler: LossScaler | None = None,
         mixins: Sequence[type] = (),
+        homes: Homes | None = None,
     ) -> None:
         build.check_model(model, device)
         self.config = config
@@ -66,6 +71,7 @@ class ZeroEngine:
         self.comm = self.mesh.world
         self.device = build.default_device(model, self.comm.transport_name) if device is None else torch.device(device)
         self.placements = placements_of(config, self.mesh.topology, self.comm.shares)
+        self.homes = homes or Homes.choose(config, self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
         self.control = StepControl(
@@ -76,12 +82,14 @@ class ZeroEngine:
             checks=config.mixed_precision != "no" and (config.check_grad_overflow or self.scaler is not None),
             max_consecutive_skips=config.max_consecutive_skips,
         )
+        self._stepper = Stepper()
         self._model = weakref.ref(model)
+        weakref.finalize(self, self.homes.close)
         builder = build.UnitBuilder(
             config=config,
             mesh=self.mesh,
             placements=self.placements,
-            device=self.device,
+            homes=self.homes,
             precision=self.precision,
             trainable=trainable,
             scaler=self.scaler,
@@ -90,7 +98,7 @@ class ZeroEngine:
         build.agree_on_values(model, self.comm, self.device)
         self._module_buffers = BufferSync(model, self.comm, self.device)
         self._structure = Structure(model, plans, hooks, builder, self)
-        self._optimizers = OptimizerSet(self.units)
+        self._optimizers = OptimizerSet(self.units, self.homes)
         self.schedule = Schedule(
             self.units,
             limits=build.make_limits(config),
@@ -158,6 +166,7 @@ class ZeroEngine:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` step this engine's masters. Raises ValueError as `optimizer.adopt` does."""
+        self.settle()
         self._optimizers.attach(optimizer, self)
         optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
         optimizer.register_step_post_hook(lambda *_: self.after_step(optimizer))
@@ -165,14 +174,17 @@ class ZeroEngine:
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer."""
         self.refresh_structure()
+        self.settle()
         self._optimizers.adopt_group(optimizer)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
         """What `optimizer.state_dict()` answers; a collective."""
+        self.settle()
         return self._optimizers.state_of(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """What `optimizer.load_state_dict()` does. Raises ValueError where the state does not fit."""
+        self.settle()
         self._optimizers.load_state_of(optimizer, state_dict)
 
     def refresh_structure(self) -> None:
@@ -187,6 +199,7 @@ class ZeroEngine:
 
     def _rebuild(self, units: list[Unit], replaced: dict[nn.Parameter, Tensor]) -> None:
         self.schedule.reshard_all()
+        self.settle()
         whole = self._optimizers.gather(units)
         for param in replaced:
             whole.pop(param, None)
@@ -262,12 +275,20 @@ class ZeroEngine:
     def undo(self) -> None:
         """Make the model an ordinary one again, with whole parameters of its own on every rank."""
         self._structure.dissolve()
+        self.homes.close()
         self.mesh.close()
         detach(self.model)
 
     def zero_grad(self) -> None:
+        self._stepper.put_back()
         for gradient in self._structure.gradients:
             gradient.forget()
+
+    def before_zero_grad(self, set_to_none: bool) -> None:
+        """An attached optimizer is about to drop its gradients, or to make them zero where they are."""
+        self._stepper.put_back()
+        if not set_to_none:
+            self.settle()  # steps that are owed need them
 
     def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget what its masters do not show: sums of micro-batches that were not reduced yet."""
@@ -291,11 +312,14 @@ class ZeroEngine:
             self._module_buffers.before_forward(reduces=self.schedule.sync)
 
     def _before_backward(self) -> None:
+        self._stepper.put_back()
         self.mesh.prepare_reductions()
         self.control.gradients_changed()
 
     def _settle_gradients(self) -> None:
-        """Everything that gradients are made of is in those of the masters."""
+        """Everything that gradients are made of is in those of the masters, and no step needs them any more."""
+        self._stepper.put_back()
+        self.settle()
         if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
         for gradient in self._structure.gradients:
@@ -310,24 +334,38 @@ class ZeroEngine:
                 "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
             )
         self._settle_gradients()
-        self.control.before(optimizer, self.masters, self._structure.gradients)
+        gradients = self._structure.gradients
+        self.control.before(self.masters, gradients)
+        self._stepper.before(optimizer, self._optimizers.shards_of(optimizer), gradients)
         self.before_rewrite()
 
     def before_rewrite(self) -> None:
         """The masters are about to be changed in place: they are complete, and nothing is made of them before it."""
+        self.settle()
         for unit in self.units:
-            if not unit.sharded:
-                unit.unshard()
             unit.adopt_writes()
         self.before_load()
 
+    def settle(self) -> None:
+        """Make every step that is owed, and let no gather go on that was made of what may change now."""
+        for unit in self.units:
+            if not unit.sharded:
+                unit.unshard()
+            unit.finish_refresh()
+            for buffer in unit.buffers:
+                buffer.resting.settle()
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The masters have stepped: bring up to date whatever holds casts of them."""
-        self.control.after(optimizer, self._optimizers.held_by(optimizer), self._structure.gradients)
+        """The masters have stepped, or owe it: bring up to date whatever holds casts of them."""
+        self._stepper.after(optimizer)
+        held = self._optimizers.held_by(optimizer)
+        for gradient in self._structure.gradients:
+            gradient.mark_stepped(held)
         self.after_load()
 
     def before_load(self) -> None:
         """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
+        self.settle()
         self.schedule.reshard_all()
         for unit in self.units:
             unit.finish_refresh()

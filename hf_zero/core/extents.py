@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from hf_zero.comm.topology import Topology
 from hf_zero.config import ZeroConfig
+from hf_zero.core.layout import FlatLayout
 from hf_zero.core.placement import STAGES, Extent, Placements
 from hf_zero.errors import ZeroConfigError
 
@@ -54,3 +55,10 @@ def _check_divides(name: str, value: int, size: int, why: str) -> None:
     if size % value:
         fits = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
         raise ZeroConfigError(f"{name} is {value}, but {why}: set it to one of {', '.join(map(str, fits))}")
+
+
+def node_bounds(layout: FlatLayout, topology: Topology) -> tuple[int, int]:
+    """The half-open element range that the owners of one column have together (see [Note: slice order])."""
+    share = layout.slice_numel * topology.nodes
+    local = topology.place_of(topology.rank)[2]
+    return local * share, (local + 1) * share

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.mesh import Mesh, NodeSum
-from hf_zero.comm.topology import Topology
 from hf_zero.comm.work import UNTAGGED, Route, Tag, Work
 from hf_zero.core import deferred, guard
+from hf_zero.core.extents import node_bounds
 from hf_zero.core.heap import heap
+from hf_zero.core.homes import Homes
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
 from hf_zero.core.placement import MOVES, Extent, Move, Placement, Placements
+from hf_zero.core.resting import Resting
 
 
 class FlatBuffer:
@@ -25,9 +27,8 @@ class FlatBuffer:
     bring the values back to the place where forward saw them. Released means that the storage has zero bytes; the
     views keep their shapes.
 
-    At rest a rank keeps `[begin, end)` of the range: in fp32 masters where the parameters are trained
-    (`master_shards`), in `frozen_shard` where they are frozen and sharded, and nowhere but in `unsharded` where they
-    are frozen and replicated.
+    At rest a rank keeps `[begin, end)` of the range (`resting`): in fp32 masters where the parameters are trained, in
+    slices where they are frozen and sharded, and nowhere but in `unsharded` where they are frozen and replicated.
 
     [Note: node slice] Where parameters are sharded over each node, and their masters over all nodes, a rank also
     keeps `node_slice`: its share of the node's weights in their own dtype, of which `[begin, end)` is a part. Gathers
@@ -45,14 +46,14 @@ class FlatBuffer:
         trainable: bool,
         placements: Placements,
         mesh: Mesh,
-        device: torch.device,
+        homes: Homes,
         rest_dtype: torch.dtype | None = None,
         tag: Tag = UNTAGGED,
     ) -> None:
         self.tag = tag
         self.names, self.params = list(names), list(params)
         self.dtype, self.trainable = dtype, trainable
-        self.mesh, self.comm, self.device = mesh, mesh.world, device
+        self.mesh, self.comm, self.device = mesh, mesh.world, homes.device.device
         self.sharded = placements.parameter is Placement.SHARDED
         self.at_rest = placements.at_rest(trainable)  # how the exact values are placed
         self.layout = FlatLayout(
@@ -69,8 +70,9 @@ class FlatBuffer:
         self.node_slice: Tensor | None = None
         # Gradients that have come as far as the node and no further.
         self.node_sum = NodeSum(node[1] - node[0]) if mesh.hops > 1 and self.owns_slice else None
-        self.master_shards: list[MasterShard] = []
-        self.frozen_shard: Tensor | None = None
+        self.resting = Resting(
+            self.layout, self.begin, self.end, homes, followers=self._followers, dtype=lambda: self.dtype
+        )
         self._rest_dtype = rest_dtype or dtype
         self._versions: list[int] = []
         self.original_dtype = params[0].dtype
@@ -97,14 +99,15 @@ class FlatBuffer:
             self.comm.broadcast(values)
             owned = values[self.begin : self.end]
             self.unsharded = values.to(self.dtype)
+        self._make_node_slice()
         if self.trainable:
-            self.master_shards = [self.new_master(0, owned.numel())]
-            self.master_shards[0].values.copy_(owned)
+            self.resting.take_masters(owned, self.master_dtype)
         elif self.sharded:
-            self.frozen_shard = owned.to(self._rest_dtype, copy=True)
+            self.resting.take_frozen(owned, self._rest_dtype)
         freed = owned.nbytes
         del owned
-        self._renew_node_slice()
+        if self.node_slice is not None:
+            self.refresh().wait()
         self._point_parameters()
         if self.sharded:
             self.release()
@@ -117,16 +120,22 @@ class FlatBuffer:
             sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
         return owned
 
-    def _renew_node_slice(self) -> None:
-        """Make the node's slice of trained parameters from masters, in the present dtype; a collective."""
+    def _make_node_slice(self) -> None:
         if self.trainable and self.node_bounds is not None:
             low, high = self.node_bounds
             self.node_slice = torch.empty(high - low, dtype=self.dtype, device=self.device)
-            self.refresh().wait()
 
-    def new_master(self, start: int, stop: int) -> MasterShard:
-        """A master of zeros for elements [start, stop), counted from `begin`."""
-        return MasterShard(self.layout, self.begin, start, stop, self.master_dtype, self.device)
+    def _followers(self) -> Tensor | None:
+        """Where masters that are not near the device have their copies, if these are not their own."""
+        return None if self.sharded and self.node_slice is None else self._kept_slice
+
+    @property
+    def _kept_slice(self) -> Tensor:
+        """[begin, end) of what stays when the buffer is released: the whole, or the node's slice."""
+        if self.node_slice is None:
+            return self.local_slice
+        at = self.begin - self.node_bounds[0]
+        return self.node_slice[at : at + self.end - self.begin]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
@@ -147,7 +156,8 @@ class FlatBuffer:
     @property
     def kept_weights(self) -> list[Tensor]:
         """What rests here of weights besides `unsharded` and masters."""
-        return [tensor for tensor in (self.frozen_shard, self.node_slice) if tensor is not None]
+        slices = [shard.values for shard in self.resting.weights]
+        return slices if self.node_slice is None else [*slices, self.node_slice]
 
     @property
     def is_first_owner(self) -> bool:
@@ -210,35 +220,57 @@ class FlatBuffer:
     def cast(self, dtype: torch.dtype) -> None:
         """Have the values in `dtype` from here on, made from what is kept at rest; a collective."""
         self.dtype = dtype
-        if self.local_shard():
+        if self.resting:
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
-            self._renew_node_slice()
+            self._recast()
             if not self.sharded:
-                self.gather().wait()
-                self.mesh.fence(self.tag)
+                self.restore()
         else:
             self.unsharded = self.unsharded.to(dtype)
         self._point_parameters()
         if self.sharded:
             self.release()
 
+    def _recast(self) -> None:
+        """Have what is kept besides masters in the present dtype; a collective."""
+        self._make_node_slice()
+        if self.node_slice is not None:
+            self._copy_exact(self._kept_slice)
+            self.mesh.refresh(self.node_slice, self.tag).wait()
+        self.resting.recast()
+
     def detach_parameters(self) -> None:
-        """Give each parameter a tensor of its own, in the dtype it came with; a collective."""
-        if self.local_shard() and self.original_dtype != self.dtype:
+        """Give each parameter a tensor of its own, in the dtype it came with, and keep nothing; a collective."""
+        if self.resting and self.original_dtype != self.dtype:
             self.dtype = self.original_dtype
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-            self._renew_node_slice()
-            self.gather().wait()
+            self._recast()
+            self.restore()
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view.clone())
+        self.resting.leave()
 
     # -- moves --------------------------------------------------------------------------------------------------
 
-    def local_shard(self) -> list[tuple[int, int, Tensor]]:
-        """(start, stop, values) of what this rank keeps at rest, positions counted from `begin`."""
-        if self.frozen_shard is not None:
-            return [(0, self.end - self.begin, self.frozen_shard)]
-        return [(shard.start, shard.stop, shard.values) for shard in self.master_shards]
+    @property
+    def master_shards(self) -> list[MasterShard]:
+        return self.resting.masters
+
+    def exact(self, *, write: bool = False, closed: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, values) of the best values that this rank keeps of what it owns, counted from `begin`.
+
+        Each tensor is valid until the next is asked for; with `write`, what is left in it is kept. `closed` tensors
+        have shapes only.
+        """
+        if self.resting:
+            yield from self.resting.exact(write=write, closed=closed)
+        else:
+            yield 0, self.end - self.begin, self.local_slice
+
+    def _copy_exact(self, own: Tensor) -> None:
+        with torch.no_grad():
+            for start, stop, values in self.exact():
+                own[start:stop] = values
 
     def gather(self) -> Work:
         """Bring `unsharded` up to date from what every rank keeps at rest (sharded or changed by a step)."""
@@ -248,14 +280,25 @@ class FlatBuffer:
             low, high = self.node_bounds
             self.unsharded[low:high].copy_(self.node_slice)
             return self.mesh.gather(self.unsharded, self.tag, [self.node_slice])
-        rest, own = self.local_shard(), self.local_slice
-        _cast(rest, own)
+        self.resting.settle()
+        rest = self.resting.cast_into(self.local_slice)
+        # A replicated buffer keeps what it has sent: whoever changes it settles first.
+        return self._send(rest if self.sharded else [self.local_slice])
+
+    def _send(self, kept: Sequence[Tensor]) -> Work:
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
-            # A replicated buffer keeps what it has sent: whoever changes it settles first.
-            kept = [values for _, _, values in rest] if self.sharded else [own]
             move = self.mesh.gather if self.sharded else self.mesh.gather_all
             return move(self.unsharded, self.tag, kept)
         return Work()
+
+    def restore(self) -> None:
+        """Make all of `unsharded` anew from what is at rest, whatever was written to it; a collective."""
+        if self.node_slice is not None:
+            self.gather().wait()
+        else:
+            self._copy_exact(self.local_slice)
+            self._send(()).wait()
+        self.mesh.fence(self.tag)
 
     def refresh(self) -> Work:
         """After a step: bring up to date what this rank keeps of trained weights outside of the masters, if anything.
@@ -266,31 +309,27 @@ class FlatBuffer:
             return Work()
         if self.node_slice is None:
             return Work() if self.sharded else self.gather()
-        at = self.begin - self.node_bounds[0]
-        _cast(self.local_shard(), self.node_slice[at : at + self.end - self.begin])
+        self.resting.settle()
+        self.resting.cast_into(self._kept_slice)
         return self.mesh.refresh(self.node_slice, self.tag)
 
-    def gather_flat(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-        """Whole tensors, one per parameter, of what every rank holds in shards (None: zeros); a collective."""
+    def gather_flat(self, values: Iterable[tuple[MasterShard, Tensor | None]], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, one per parameter, of what every rank holds by shards (None: zeros); a collective.
+
+        Each of the `values` is used before the next is asked for.
+        """
         flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.device)
         self.gather_into(flat, values)
         return self.views(flat)
 
-    def gather_into(self, flat: Tensor, values: Sequence[Tensor | None]) -> None:
+    def gather_into(self, flat: Tensor, values: Iterable[tuple[MasterShard, Tensor | None]]) -> None:
         """The same into `flat`, which is zero; a collective."""
         own = flat[self.begin : self.end]
-        for shard, value in zip(self.master_shards, values, strict=True):
+        for shard, value in values:
             if value is not None:
                 own[shard.start : shard.stop] = value
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
             self.mesh.gather_all(flat, self.tag, ()).wait()
-
-    def write_grads(self, values: Mapping[int, Tensor]) -> None:
-        """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
-        for shard in self.master_shards:
-            for span in shard.spans():
-                if span.index in values:
-                    shard.set_grad(span.offset, values[span.index][span.start : span.start + span.numel])
 
     @property
     def reduces_parts(self) -> bool:
@@ -306,7 +345,7 @@ class FlatBuffer:
         """
         if not self.layout.padded_numel:
             return Work()
-        take = functools.partial(self._accumulate, scale / self.comm.world_size)
+        take = functools.partial(self.resting.add_grads, scale / self.comm.world_size)
         if MOVES[Placement.PARTIAL, self.at_rest] is not Move.REDUCE_SCATTER:
             return self.mesh.reduce(parts, take, self.tag)
         if self.node_sum is None:
@@ -316,7 +355,7 @@ class FlatBuffer:
 
     def reduce_on(self, scale: float) -> Work:
         """As `reduce`, with the sums that were kept on the node."""
-        take = functools.partial(self._accumulate, scale / self.comm.world_size)
+        take = functools.partial(self.resting.add_grads, scale / self.comm.world_size)
         assert self.node_sum is not None
         return self.mesh.scatter_on(self.node_sum.take(), take, self.tag)
 
@@ -330,14 +369,6 @@ class FlatBuffer:
             for span in self.layout.spans(low, high):
                 if span.index in indices:
                     self.node_sum.values[span.offset : span.offset + span.numel] = 0
-
-    def _accumulate(self, scale: float, start: int, values: Tensor) -> None:
-        """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
-        stop = start + values.numel()
-        for shard in self.master_shards:
-            low, high = max(start, shard.start), min(stop, shard.stop)
-            if low < high:
-                shard.add_grad(low, values[low - start : high - start], scale)
 
     # -- writes from outside --------------------------------------------------------------------------------------
 
@@ -359,25 +390,10 @@ class FlatBuffer:
         own = self.local_slice
         self.mesh.fence(self.tag)
         with torch.no_grad():
-            for start, stop, values in self.local_shard():
+            for start, stop, values in self.exact(write=True):
                 seen = own[start:stop]
-                values.copy_(torch.where(seen != values.to(seen.dtype), seen.to(values.dtype), values))
+                kept = values.to(seen.device)
+                values.copy_(torch.where(seen != kept.to(seen.dtype), seen.to(kept.dtype), kept))
             if self.node_slice is not None:
                 low, high = self.node_bounds
                 self.node_slice.copy_(self.unsharded[low:high])
-
-
-def _cast(rest: list[tuple[int, int, Tensor]], own: Tensor) -> None:
-    """Copy what rests on a rank, as `local_shard` gives it, into a tensor of elements [begin, end)."""
-    with torch.no_grad():
-        if len(rest) == 1:  # all of it
-            own.copy_(rest[0][2])
-        else:
-            torch._foreach_copy_([own[start:stop] for start, stop, _ in rest], [values for _, _, values in rest])
-
-
-def node_bounds(layout: FlatLayout, topology: Topology) -> tuple[int, int]:
-    """The half-open element range that the owners of one column have together (see [Note: slice order])."""
-    share = layout.slice_numel * topology.nodes
-    local = topology.place_of(topology.rank)[2]
-    return local * share, (local + 1) * share

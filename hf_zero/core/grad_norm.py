@@ -16,11 +16,13 @@ from hf_zero.comm.communicator import Communicator
 _ROW = 1024
 
 
-def _sum_of_squares(flat: Tensor) -> Tensor:
+def _squares_of_rows(flat: Tensor) -> Tensor:
+    """The sum of squares of every row of a flat gradient, in fp64."""
     rows = flat.numel() // _ROW
     head, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
-    total = torch.linalg.vector_norm(head, dim=1).double().square().sum()
-    return total + rest.double().square().sum()
+    squares = torch.linalg.vector_norm(head, dim=1).double().square()
+    # Of nothing there is no row. The operations are the same at any length.
+    return torch.cat([squares, rest.double().square().sum().view(1)[: min(1, rest.numel())]])
 
 
 def global_norm(
@@ -34,10 +36,11 @@ def global_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == math.inf:
         for grad in grads:
-            total = torch.maximum(total, grad.abs().amax().double())
+            total = torch.maximum(total, grad.abs().amax().double().to(device))
     elif norm_type == 2.0:
-        for grad in grads:
-            total = total + _sum_of_squares(grad)
+        # All rows together, so that the sum does not depend on how masters are cut.
+        squares = [_squares_of_rows(grad).to(device) for grad in grads]
+        total = torch.cat(squares).sum() if squares else total
     else:
         raise ValueError(f"norm_type={norm_type} is not supported over shards: use 2.0 or inf")
     if norm_type == 2.0:

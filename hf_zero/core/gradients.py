@@ -197,7 +197,8 @@ class GradientBuffer:
         whole.local = bool(self.unreduced)
         if not whole.local:
             self._bring_in()
-            self.buffer.gather_into(whole.flat, [shard.weight.grad for shard in self.buffer.master_shards])
+            shards = self.buffer.master_shards
+            self.buffer.gather_into(whole.flat, ((shard, shard.weight.grad) for shard in shards))
             return
         for index in self._sums:
             whole.values_of(index).copy_(self._unscaled(index))
@@ -206,7 +207,7 @@ class GradientBuffer:
         """Make what readers have left in whole gradients the gradients; only what differs changes a local sum."""
         valid = (self._sums.keys() if whole.local else self.present) - whole.replaced
         if not whole.local:
-            self.buffer.write_grads({index: whole.values_of(index) for index in valid})
+            self.buffer.resting.write_grads({index: whole.values_of(index) for index in valid})
             return
         for index in valid:
             values, sums = whole.values_of(index), self._sums[index]
@@ -247,7 +248,7 @@ class GradientBuffer:
             self._whole = None
         self._sums.pop(index, None)
         if index in self.present:
-            self.buffer.write_grads({index: self._zeros(index)})
+            self.buffer.resting.write_grads({index: self._zeros(index)})
         if flat is None:
             self.present.discard(index)
             self.used.discard(index)
@@ -257,7 +258,7 @@ class GradientBuffer:
             self.unreduced |= {index}
             self._sums[index] = self._take(index, flat / self._unscale)
         else:
-            self.buffer.write_grads({index: flat})
+            self.buffer.resting.write_grads({index: flat})
             self.present.add(index)
 
     def _zeros(self, index: int) -> Tensor:

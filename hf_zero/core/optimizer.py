@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from hf_zero.core.elementwise import check_elementwise, has_two_modes
 from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.homes import Home, Homes
 from hf_zero.core.layout import Span
-from hf_zero.core.master import MasterShard
+from hf_zero.core.master import MASTER, MasterShard
+from hf_zero.core.placement import Place
 
 
-# Whole tensors by parameter and kind ("weight", "exp_avg", ...), for parameters whose masters are not in a shard yet.
+# Whole tensors by parameter and kind (MASTER, "exp_avg", ...), for parameters whose masters are not in a shard yet.
 WholeStates = dict[nn.Parameter, dict[str, object]]
-_WEIGHT = "weight"
 
 
 class OptimizerOwner(Protocol):
     """What an adopted optimizer asks of the engine whose masters it steps."""
+
+    def before_zero_grad(self, set_to_none: bool) -> None:
+        """The gradients of masters are about to go, or to become zero in place."""
 
     def drop_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget what its masters do not show."""
@@ -49,6 +53,7 @@ class ZeroOptimizerMixin:
     _zero_owner: OptimizerOwner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero_owner.before_zero_grad(set_to_none)
         super().zero_grad(set_to_none)
         self._zero_owner.drop_gradients_of(self)
 
@@ -91,10 +96,11 @@ class TwoModesMixin(ZeroOptimizerMixin):
 
 @dataclass(eq=False)
 class Binding:
-    """An adopted optimizer and the model's parameters that each of its groups stands for."""
+    """An adopted optimizer: by group, the model's parameters it stands for, and the masters it has in their place."""
 
     optimizer: torch.optim.Optimizer
     groups: list[list[nn.Parameter]] = field(default_factory=list)
+    shards: list[list[MasterShard]] = field(default_factory=list)
 
     def take_new_groups(self, home: dict[nn.Parameter, FlatBuffer], bound: set[nn.Parameter]) -> WholeStates:
         """Note the parameters of groups that still hold the model's own, and return the state they had.
@@ -123,12 +129,18 @@ def adopt(
     owner: OptimizerOwner,
     home: dict[nn.Parameter, FlatBuffer],
     bound: set[nn.Parameter],
+    rests: Home,
 ) -> tuple[Binding, WholeStates]:
-    """Make `optimizer` one that steps masters, which `rebuild_masters` gives to it.
+    """Make `optimizer` one that steps masters, which `rebuild_masters` gives to it and which rest in the home `rests`.
 
     Raises ValueError where it cannot be one.
     """
-    check_elementwise(optimizer)
+    check_elementwise(optimizer, in_parts=rests.place is not Place.DEVICE)
+    if has_two_modes(type(optimizer)) and not rests.is_near:
+        raise ValueError(
+            f"{type(optimizer).__name__} rewrites all weights between training and evaluation, which is not supported "
+            f"where its state rests on the {rests.place.value}: set offload_optimizer_device to none"
+        )
     binding = Binding(optimizer)
     states = binding.take_new_groups(home, bound)
     base = type(optimizer)
@@ -145,7 +157,7 @@ def named_state(binding: Binding, buffers: Iterable[FlatBuffer], bindings: list[
     bound = {param for params in binding.groups for param in params}
     state = {}
     for param, values in gather_states(buffers, bindings).items():
-        values.pop(_WEIGHT)
+        values.pop(MASTER)
         if param in bound and values:
             state[names[param]] = {kind: v.cpu() if isinstance(v, Tensor) else v for kind, v in values.items()}
     groups = []
@@ -176,7 +188,9 @@ def take_named_state(binding: Binding, buffers: Iterable[FlatBuffer], state_dict
     return {params_of[name]: dict(values) for name, values in state_dict["state"].items()}
 
 
-def rebuild_masters(bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates) -> list[Tensor]:
+def rebuild_masters(
+    bindings: list[Binding], buffers: Iterable[FlatBuffer], whole: WholeStates, homes: Homes
+) -> list[Tensor]:
     """Lay the masters out anew: in every buffer, one flat tensor for each run of parameters of one optimizer group.
 
     Weights and state come from the present shards, or from `whole` where it names the parameter. Trainable parameters
@@ -192,24 +206,29 @@ def rebuild_masters(bindings: list[Binding], buffers: Iterable[FlatBuffer], whol
     states: dict[Tensor, dict[str, object]] = {}
     scalars = _scalar_kinds(whole)
     members: dict[tuple[int, int] | None, list[MasterShard]] = defaultdict(list)
-    for buffer in (buffer for buffer in buffers if buffer.trainable):
+    buffers = [buffer for buffer in buffers if buffer.trainable]
+    assignment = homes.masters(sum(buffer.end - buffer.begin for buffer in buffers))
+    for buffer in buffers:
         own = [labels.get(param) for param in buffer.params]
-        shards = []
-        for label, start, stop in buffer.layout.runs(buffer.begin, buffer.end, own):
-            shard = buffer.new_master(start, stop)
+        old, shards = buffer.master_shards, []
+        for label, shard in buffer.resting.new_masters(own, buffer.master_dtype, assignment):
             state: dict[str, object] = {}
-            _fill_from_shards(buffer, shard, state, old_states)
+            _fill_from_shards(old, shard, state, old_states)
             _fill_from_whole(buffer, shard, state, whole, scalars)
+            shard.rest(state)
             states[shard.weight] = state
             shards.append(shard)
             members[label].append(shard)
-        buffer.master_shards = shards
+        buffer.resting.masters = shards
+        for shard in old:
+            shard.leave()
         for label in set(own) - members.keys():  # a rank that owns nothing of a group has an empty tensor for it
-            members[label].append(buffer.new_master(0, 0))
+            members[label].append(buffer.resting.empty_master(buffer.master_dtype))
     for b, binding in enumerate(bindings):
+        binding.shards = [members[b, g] for g in range(len(binding.groups))]
         binding.optimizer.state = defaultdict(dict)
-        for g, group in enumerate(binding.optimizer.param_groups[: len(binding.groups)]):
-            group["params"] = [shard.weight for shard in members[b, g]]
+        for group, shards in zip(binding.optimizer.param_groups, binding.shards, strict=False):
+            group["params"] = [shard.weight for shard in shards]
             binding.optimizer.state.update({w: states[w] for w in group["params"] if states.get(w)})
     return [shard.weight for shards in members.values() for shard in shards]
 
@@ -224,21 +243,22 @@ def _scalar_kinds(whole: WholeStates) -> set[str]:
     }
 
 
-def _fill_from_shards(buffer: FlatBuffer, shard: MasterShard, state: dict, old_states: dict) -> None:
-    for old in buffer.master_shards:
+def _fill_from_shards(olds: list[MasterShard], shard: MasterShard, state: dict, old_states: dict) -> None:
+    for old in olds:
         low, high = max(shard.start, old.start), min(shard.stop, old.stop)
         if low >= high:
             continue
         target = slice(low - shard.start, high - shard.start)
         source = slice(low - old.start, high - old.start)
-        shard.values[target] = old.values[source]
         if old.weight.grad is not None:
             shard.set_grad(target.start, old.weight.grad[source])
-        for kind, value in old_states.get(old.weight, {}).items():
-            if isinstance(value, Tensor) and value.shape == old.weight.shape and value.dim() == 1:
+        old_state = old_states.get(old.weight, {})
+        flats = old.flats_in(old_state)
+        with old.open():
+            shard.values[target] = old.values[source]
+            for kind, value in flats.items():
                 _flat(shard, state, kind, value.dtype)[target] = value[source]
-            else:
-                state[kind] = _copy(value)
+        state.update({kind: _copy(value) for kind, value in old_state.items() if kind not in flats})
 
 
 def _fill_from_whole(
@@ -254,7 +274,7 @@ def _fill_from_whole(
                 state[kind] = _copy(value)
                 continue
             part = value.detach().reshape(-1)[span.start : span.start + span.numel]
-            if kind == _WEIGHT:
+            if kind == MASTER:
                 shard.values[target] = part
             else:
                 _flat(shard, state, kind, value.dtype)[target] = part
@@ -267,7 +287,7 @@ def _copy(value: object) -> object:
 
 def _flat(shard: MasterShard, state: dict, kind: str, dtype: torch.dtype) -> Tensor:
     if kind not in state:
-        state[kind] = torch.zeros_like(shard.weight, dtype=dtype, requires_grad=False)
+        state[kind] = torch.zeros(shard.numel, dtype=dtype, device=shard.weight.device)
     return state[kind]
 
 
@@ -278,12 +298,10 @@ def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> Who
     for buffer in buffers:
         if not buffer.trainable:
             continue
-        mine: dict[str, object] = {_WEIGHT: buffer.master_dtype}
+        mine: dict[str, object] = {MASTER: buffer.master_dtype}
         for shard in buffer.master_shards:
-            weight = shard.weight
-            for kind, value in old_states.get(weight, {}).items():
-                is_flat = isinstance(value, Tensor) and value.shape == weight.shape and value.dim() == 1
-                mine[kind] = value.dtype if is_flat else value
+            state = old_states.get(shard.weight, {})
+            mine.update({**state, **{kind: flat.dtype for kind, flat in shard.flats_in(state).items()}})
         kinds: dict[str, object] = {}
         for theirs in buffer.comm.all_gather_object(mine):  # a rank may own padding only
             kinds.update(theirs)
@@ -291,7 +309,7 @@ def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> Who
             whole[param] = {}
         for kind, dtype in sorted(kinds.items()):
             if isinstance(dtype, torch.dtype):
-                values = [_shard_of(shard, kind, old_states) for shard in buffer.master_shards]
+                values = _values_of(kind, buffer.master_shards, old_states)
                 for param, value in zip(buffer.params, buffer.gather_flat(values, dtype), strict=True):
                     whole[param][kind] = value
             else:
@@ -300,7 +318,9 @@ def gather_states(buffers: Iterable[FlatBuffer], bindings: list[Binding]) -> Who
     return whole
 
 
-def _shard_of(shard: MasterShard, kind: str, states: dict) -> Tensor | None:
-    if kind == _WEIGHT:
-        return shard.weight
-    return states.get(shard.weight, {}).get(kind)
+def _values_of(
+    kind: str, shards: list[MasterShard], states: Mapping[Tensor, dict]
+) -> Iterator[tuple[MasterShard, Tensor | None]]:
+    for shard in shards:
+        with shard.open(kinds=(kind,)):
+            yield shard, shard.values if kind == MASTER else states.get(shard.weight, {}).get(kind)

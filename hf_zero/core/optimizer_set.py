@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.homes import Homes
+from hf_zero.core.master import MasterShard
 from hf_zero.core.optimizer import (
     Binding,
     OptimizerOwner,
@@ -29,8 +31,8 @@ class OptimizerSet:
         masters: the flat weights of all master shards; those that no optimizer holds are stepped by nothing.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units  # the engine's own list, in which units are replaced
+    def __init__(self, units: list[Unit], homes: Homes) -> None:
+        self._units, self._homes = units, homes  # the engine's own list, in which units are replaced
         self.bindings: list[Binding] = []
         self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.master_shards]
 
@@ -40,7 +42,7 @@ class OptimizerSet:
 
     def attach(self, optimizer: torch.optim.Optimizer, owner: OptimizerOwner) -> None:
         """Have `optimizer` step the masters. Raises ValueError as `optimizer.adopt` does."""
-        binding, states = adopt(optimizer, owner, self._home(), self._bound())
+        binding, states = adopt(optimizer, owner, self._home(), self._bound(), self._homes.optimizer)
         self.bindings.append(binding)
         self.rebuild(states)
 
@@ -60,13 +62,17 @@ class OptimizerSet:
         """The parameters of the model that an optimizer steps."""
         return {param for params in self._binding_of(optimizer).groups for param in params}
 
+    def shards_of(self, optimizer: torch.optim.Optimizer) -> list[list[MasterShard]]:
+        """The masters that an optimizer steps, by group."""
+        return self._binding_of(optimizer).shards
+
     def gather(self, units: Iterable[Unit]) -> WholeStates:
         """The whole masters and states of some units, on every rank; a collective."""
         return gather_states([buffer for unit in units for buffer in unit.buffers], self.bindings)
 
     def rebuild(self, whole: WholeStates) -> None:
         """Lay the masters out anew, with the values in `whole` where it names a parameter."""
-        self.masters = rebuild_masters(self.bindings, self._buffers, whole)
+        self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
 
     def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         return next(binding for binding in self.bindings if binding.optimizer is optimizer)

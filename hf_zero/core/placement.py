@@ -1,4 +1,4 @@
-"""Which ranks keep parameters, gradients and optimizer state at each ZeRO stage, and the moves between placements."""
+"""Which ranks keep parameters, gradients and optimizer state at each stage, how far away, and the moves between."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ class Extent(Enum):
 
     SHARD = "the ranks of a replica"
     NODE = "the ranks of one node: every node keeps all of it"
+
+
+class Place(Enum):
+    """How far away a rank keeps what is its own, from near to far."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    @property
+    def distance(self) -> int:
+        return list(Place).index(self)
 
 
 class Move(Enum):

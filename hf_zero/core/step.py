@@ -1,19 +1,19 @@
-"""Around an optimizer step: the gradient norm, skipping on overflow, parameters without a gradient."""
+"""Before an optimizer step: the gradient norm, skipping on overflow, what the step must leave alone."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.comm.mesh import Mesh
 from hf_zero.core import grad_norm
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.loss_scale import LossScaler
-from hf_zero.core.master import SkippedParams
+from hf_zero.core.master import MasterShard, SkippedParams
 from hf_zero.errors import ZeroRuntimeError
 
 
@@ -51,7 +51,6 @@ class StepControl:
         self._decided = False  # for the gradients as they are
         self._steps = 0  # decisions so far
         self._consecutive_skips = 0
-        self._skipped_params = SkippedParams()
 
     def gradients_changed(self) -> None:
         """What was measured and decided no longer holds."""
@@ -64,15 +63,10 @@ class StepControl:
         self.norm = norm
         return norm
 
-    def before(self, optimizer: torch.optim.Optimizer, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
-        """Leave `optimizer` nothing to step where the step must be skipped, and put untouched parameters aside."""
+    def before(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
+        """Decide about the step that is about to be made; where it is skipped, no master has a gradient afterwards."""
         if not self._decided:
             self._decide(masters, gradients)
-        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for gradient in gradients:
-            for shard, start, stop in gradient.unused_spans():
-                if id(shard.weight) in stepped:
-                    self._skipped_params.save(shard, optimizer.state.get(shard.weight, {}), start, stop)
 
     def _decide(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
         self._decided = True
@@ -108,13 +102,15 @@ class StepControl:
                 f"steps{other} (max_consecutive_skips sets this limit)"
             )
 
-    def after(
-        self, optimizer: torch.optim.Optimizer, held: Set[nn.Parameter], gradients: list[GradientBuffer]
-    ) -> None:
-        """`optimizer`, which holds the parameters `held`, has stepped: what it must not change is put back."""
-        self._skipped_params.restore(optimizer.state)
-        for gradient in gradients:
-            gradient.mark_stepped(held)
+
+def skipped_params(shards: Iterable[MasterShard], gradients: list[GradientBuffer]) -> dict[MasterShard, SkippedParams]:
+    """What a step of these shards must leave as it is, by shard: parameters without a gradient on this rank."""
+    spans: dict[MasterShard, list[tuple[int, int]]] = {shard: [] for shard in shards if shard.weight.grad is not None}
+    for gradient in gradients:
+        for shard, start, stop in gradient.unused_spans():
+            if shard in spans:
+                spans[shard].append((start, stop))
+    return {shard: SkippedParams(shard, idle) for shard, idle in spans.items() if idle}
 
 
 def _first_bad(gradients: list[GradientBuffer]) -> tuple[int, int, str] | None:

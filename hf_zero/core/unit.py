@@ -286,9 +286,8 @@ class Unit:
         self._forget_writes()
         self.finish_refresh()
         for buffer in self.buffers:
-            if buffer.local_shard():
-                buffer.gather().wait()
-                buffer.mesh.fence(buffer.tag)
+            if buffer.resting:
+                buffer.restore()
 
 
 def raise_on_access(unit: Unit, param: nn.Parameter, operation: str) -> None:

@@ -137,9 +137,9 @@ class ZeroSyncRefModelCallback(SyncRefModelCallback):
 
 def _mix_shards(policy: Unit, reference: Unit, alpha: float) -> None:
     for mine, theirs in zip(policy.buffers, reference.buffers, strict=True):
-        ((_, _, target),) = theirs.local_shard()
-        for start, stop, values in mine.local_shard():
-            target[start:stop].mul_(1.0 - alpha).add_(values.to(target.dtype), alpha=alpha)
+        values = torch.cat([part.to(mine.device, copy=True) for _, _, part in mine.exact()])
+        for start, stop, target in theirs.exact(write=True):
+            target.mul_(1.0 - alpha).add_(values[start:stop].to(target), alpha=alpha)
 
 
 def _mix_gathered(policy: Unit, reference: Unit, alpha: float) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.core.engine import ZeroEngine, engine_of
-from hf_zero.core.master import MasterShard
 from hf_zero.core.unit import Unit
 
 
@@ -134,18 +133,14 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
         count["parameters"] += sum(tensor.nbytes for tensor in buffer.kept_weights)
         for shard in buffer.master_shards:
             numel, weight = shard.numel, shard.weight
-            count["optimizer"] += numel * weight.itemsize + _state_bytes(shard, states.get(weight, {}))
+            flats = shard.flats_in(states.get(weight, {})).values()
+            count["optimizer"] += numel * sum(flat.itemsize for flat in (weight, *flats))
             if weight.grad is not None:
                 count["gradients"] += numel * weight.grad.itemsize
     for gradient in unit.gradients:
         count["gradients"] += sum(tensor.nbytes for tensor in gradient.held)
     names = ("parameters", "unsharded", "gradients", "optimizer")
     return UnitMemory(name=unit.name, **{name: count[name] for name in names})
-
-
-def _state_bytes(shard: MasterShard, state: dict[str, object]) -> int:
-    flats = [v for v in state.values() if isinstance(v, Tensor) and v.shape == shard.weight.shape]
-    return sum(shard.numel * flat.itemsize for flat in flats)
 
 
 def _finish_gathers(engine: ZeroEngine | None) -> None:

@@ -35,9 +35,10 @@ LAYERS = {
 LADDERS = {
     "comm": """topology watchdog peer_memory | traffic work | transport | transport.alone transport.group |
         transport.nccl transport.messages | transport.reads | transport.counting | communicator | mesh""",
-    "core": """placement direct_file layout guard heap hooks outputs loss_scale elementwise partition precision
-        buffers | extents disk_home deferred grad_norm master | flat_buffer | whole_gradients | gradients |
-        unit optimizer step | optimizer_set | order reductions | schedule | build | prepared structure | engine""",
+    "core": """placement direct_file layout guard heap hooks outputs loss_scale twins partition precision
+        buffers | extents disk_home deferred grad_norm elementwise | homes | master | resting | flat_buffer |
+        whole_gradients | gradients | unit optimizer step | optimizer_set stepping | order reductions | schedule |
+        build | prepared structure | engine""",
 }
 
 # What files outside of comm/ may take from torch.distributed: questions and types, nothing that moves data.

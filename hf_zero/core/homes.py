@@ -1,0 +1,238 @@
+"""Homes: where a rank's own slices rest between uses, and the shelves on which their tensors rest there.
+
+[Note: open] Whoever touches the values of something that rests in a home opens its shelf: a step, a gather, a save, a
+load, a change of structure, a write from outside. On the device, and in host memory, that costs nothing. Elsewhere the
+values are brought into memory, and taken back when they were written; outside of `open` the tensors are *shells*: they
+have the right shape and dtype, reading them gives nan, and writing raises. So nobody asks where anything rests, and
+forgetting to open shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero.config import ZeroConfig
+from hf_zero.core.direct_file import DirectFile
+from hf_zero.core.disk_home import DiskHome
+from hf_zero.core.placement import Place
+
+
+# The most elements on one shelf away from the device: what an optimizer steps, and a disk moves, at one time. A
+# multiple of `_CUT`, and large enough that steps and transfers cost nothing beside their work.
+SHELF_ELEMENTS = 4 << 20
+# Shelves begin at multiples of so many elements of what is cut, so that vector instructions and the rows of the
+# gradient norm fall as they would without a cut.
+_CUT = 1024
+# Fewer elements than these are not worth a way to the disk: a request would carry less than 256 KiB.
+_LEAST_ON_DISK = 1 << 16
+_IN_FLIGHT = 8  # requests to one disk at a time, of all ranks beside each other
+
+
+class Shelf(Protocol):
+    """Flat tensors of one length that rest and travel together.
+
+    `flats` holds, by kind, the objects that others know: they stay the same objects for good, whatever memory they
+    have.
+    """
+
+    numel: int
+    flats: dict[str, Tensor]
+
+    def open(
+        self, *, write: bool = False, kinds: Collection[str] | None = None
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Inside, the flats (those of `kinds` at least) have their values; with `write`, what is left there is kept.
+
+        Scopes nest. Raises ZeroRuntimeError where the values cannot be read or written.
+        """
+
+    def begin_fetch(self) -> None:
+        """A hint that the shelf will be opened soon; it may do nothing."""
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        """Take in a tensor, with its values, that was made or replaced since; call it inside `open(write=True)`."""
+
+    def leave(self) -> None:
+        """Give the room back: the shelf is not opened again."""
+
+
+class Home(Protocol):
+    """Somewhere to rest.
+
+    Attributes:
+        place: how far away it is.
+        device: of the tensors, when they are open.
+        is_near: the engine's device computes on what rests here; otherwise it works on copies.
+        keeps_memory: open or not, tensors stay where they are.
+        least, limit: elements that one shelf should, and may have; None: as many as there are.
+    """
+
+    place: Place
+    device: torch.device
+    is_near: bool
+    keeps_memory: bool
+    least: int
+    limit: int | None
+
+    def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> Shelf:
+        """Take over tensors of `numel` elements, which are on `device`, with their values."""
+
+    def held(self) -> Mapping[Place, int]:
+        """Bytes that are in no tensor at rest, by place."""
+
+    def close(self) -> None:
+        """Give back what the home has besides its shelves; does nothing when called again."""
+
+
+class MemoryHome:
+    """Memory in which tensors rest as they are: of the device itself, or of the host."""
+
+    keeps_memory, least = True, 0
+
+    def __init__(
+        self, place: Place, device: torch.device, *, is_near: bool = True, limit: int = SHELF_ELEMENTS
+    ) -> None:
+        self.place, self.device, self.is_near = place, device, is_near
+        self.limit = None if place is Place.DEVICE else shelf_limit(limit)
+
+    def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> Shelf:
+        return _MemoryShelf(numel, flats)
+
+    def held(self) -> Mapping[Place, int]:
+        return {}
+
+    def close(self) -> None:
+        """Memory is its tensors' own."""
+
+
+def shelf_limit(elements: int) -> int:
+    """The most elements of a shelf where no more than about `elements` are wanted."""
+    return min(SHELF_ELEMENTS, -(-elements // _CUT) * _CUT)
+
+
+class _MemoryShelf:
+    """Always open."""
+
+    def __init__(self, numel: int, flats: Mapping[str, Tensor]) -> None:
+        self.numel, self.flats = numel, dict(flats)
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool = False, kinds: Collection[str] | None = None) -> Iterator[Mapping[str, Tensor]]:
+        yield self.flats
+
+    def begin_fetch(self) -> None:
+        """Nothing is to be fetched."""
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        self.flats[kind] = tensor
+
+    def leave(self) -> None:
+        self.flats = {}
+
+
+class Assignment:
+    """Says of elements that come one after another where each of them is to rest.
+
+    A fixed part of what is gone through in the same order again and again is the best of all to keep near.
+
+    Args:
+        first: (count, home): so many elements rest there, in this order. Only what is to rest on disk has a choice.
+        home: of all others.
+        host: of pieces that are too small to be worth a way to the disk.
+    """
+
+    def __init__(self, first: Iterable[tuple[int, Home]], home: Home, host: Home) -> None:
+        self._first = [(count, near) for count, near in first if near.place.distance < home.place.distance]
+        self._home, self._host = home, host
+
+    def cut(self, numel: int) -> Iterator[tuple[int, int, Home]]:
+        """The next `numel` elements as ranges that each rest on one shelf of a home."""
+        start = 0
+        while start < numel:
+            count, home = self._next(numel - start)
+            step = home.limit or count
+            for at in range(start, start + count, step):
+                stop = min(at + step, start + count)
+                yield at, stop, home if stop - at >= home.least else self._host
+            start += count
+
+    def _next(self, numel: int) -> tuple[int, Home]:
+        """How many of `numel` elements that belong together rest in the same home, and in which."""
+        while self._first:
+            count, home = self._first[0]
+            if count >= numel:
+                self._first[0] = count - numel, home
+                return numel, home
+            del self._first[0]
+            if count >= _CUT:
+                return count // _CUT * _CUT, home
+        return numel, self._home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """The homes of one engine.
+
+    Attributes:
+        device: the engine's own memory.
+        optimizer: of master shards: fp32 weights and what the optimizer keeps for each of them.
+        parameters: of slices of weights that are sharded and have no master near the device.
+        host: of what stays in memory although the others of its kind are on disk.
+        ratio: share of the masters that goes to the home of the optimizer; the first ones stay on the device.
+        optimizer_in_host: elements of masters that the host keeps of what is to be on disk.
+    """
+
+    device: Home
+    optimizer: Home
+    parameters: Home
+    host: Home
+    ratio: float = 1.0
+    optimizer_in_host: int = 0
+
+    @classmethod
+    def choose(cls, config: ZeroConfig, device: torch.device, ranks_beside: int = 1) -> Homes:
+        """As `config` says, for a rank with `device` that shares its disk with others, `ranks_beside` in all.
+
+        Raises ZeroRuntimeError where no file can be made in the folder that `config` names.
+        """
+        on_device = MemoryHome(Place.DEVICE, device)
+        # The meta device stands for an accelerator.
+        memory = device if device.type in ("cpu", "meta") else torch.device("cpu")
+        host = MemoryHome(Place.HOST, memory, is_near=device.type == "cpu", limit=config.sub_group_size)
+        disks: dict[str, Home] = {}
+
+        def home(kind: str) -> Home:
+            where, path = getattr(config, f"{kind}_device"), getattr(config, f"{kind}_nvme_path")
+            if where == "nvme" and path not in disks:
+                file = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
+                disks[path] = DiskHome(file, config.offload_buffer_count, limit=host.limit, least=_LEAST_ON_DISK)
+            return {"none": on_device, "cpu": host}.get(where) or disks[path]
+
+        return cls(
+            device=on_device,
+            optimizer=home("offload_optimizer"),
+            parameters=home("offload_param"),
+            host=host,
+            ratio=config.offload_optimizer_ratio,
+            optimizer_in_host=config.offload_optimizer_max_in_cpu,
+        )
+
+    def masters(self, total: int | None = None) -> Assignment:
+        """The homes of this rank's masters of `total` elements, in the order of units; None: none stays near."""
+        near = 0 if total is None else round((1 - self.ratio) * total / _CUT) * _CUT
+        return Assignment([(near, self.device), (self.optimizer_in_host, self.host)], self.optimizer, self.host)
+
+    def weights(self) -> Assignment:
+        """The homes of slices of weights that have no master near the device."""
+        return Assignment((), self.parameters, self.host)
+
+    def close(self) -> None:
+        for home in (self.device, self.optimizer, self.parameters):
+            home.close()

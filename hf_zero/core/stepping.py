@@ -1,0 +1,110 @@
+"""Steps master shards: on the device at once, elsewhere each by a twin of the optimizer when it is next opened.
+
+[Note: twins] A twin of an optimizer has its class, so its own `step` code runs; its options and attributes are those
+of the moment of `optimizer.step()`, and its `state` is the optimizer's own, so that states are made and kept there.
+The optimizer itself makes an ordinary step at that moment, with hooks and counters, of all masters on the device:
+torch leaves out a parameter without a gradient, and all other masters have theirs taken away before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.master import MasterShard, SkippedParams
+from hf_zero.core.placement import Place
+from hf_zero.core.step import skipped_params
+from hf_zero.core.twins import Snapshot
+
+
+@dataclass(kw_only=True)
+class _Taken:
+    """What was taken away from an ordinary step."""
+
+    snapshot: Snapshot
+    grads: dict[MasterShard, tuple[int, Tensor]] = field(default_factory=dict)  # group and gradient
+    skipped: dict[MasterShard, SkippedParams] = field(default_factory=dict)
+
+    def step(self, shard: MasterShard) -> None:
+        """Step one shard, which is open."""
+        group, grad = self.grads.pop(shard)
+        skipped, states = self.skipped.pop(shard, None), self.snapshot.optimizer.state
+        if skipped is not None:
+            skipped.save(states.get(shard.weight, {}))
+        present, shard.weight.grad = shard.weight.grad, grad
+        try:
+            self.snapshot.step(group, shard.weight)
+        finally:
+            shard.weight.grad = present
+        if skipped is not None:
+            skipped.restore(states.get(shard.weight, {}))
+        shard.keep(states.get(shard.weight, {}))
+
+
+class Stepper:
+    """Makes the steps of one engine's optimizers; `before` and `after` are called around each ordinary one."""
+
+    def __init__(self) -> None:
+        self._near: dict[MasterShard, SkippedParams] = {}
+        self._taken: _Taken | None = None
+        self._random = torch.get_rng_state()  # for optimizers that draw numbers
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, groups: list[list[MasterShard]], gradients: list[GradientBuffer]
+    ) -> None:
+        """Take away from the ordinary step what it must not do; `groups` are the shards of each group."""
+        self.put_back()
+        skipped = skipped_params((shard for group in groups for shard in group), gradients)
+        far = {
+            shard: (number, shard.weight.grad)
+            for number, group in enumerate(groups)
+            for shard in group
+            if shard.place is not Place.DEVICE and shard.weight.grad is not None
+        }
+        if far:
+            mine = {shard: skipped.pop(shard) for shard in far if shard in skipped}
+            self._taken = _Taken(snapshot=Snapshot.take(optimizer), grads=far, skipped=mine)
+            for shard in far:
+                shard.weight.grad = None
+        self._near = skipped
+        for shard, params in skipped.items():
+            params.save(optimizer.state.get(shard.weight, {}))
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """The ordinary step is made: all other shards owe theirs from here on."""
+        for shard, params in self._near.items():
+            params.restore(optimizer.state.get(shard.weight, {}))
+        self._near = {}
+        taken = self._taken
+        self.put_back()
+        if taken is not None:
+            for shard in list(taken.grads):
+                shard.owe(lambda shard=shard: self._pay(taken, shard))
+
+    def put_back(self) -> None:
+        """Give shards back the gradients that `before` has taken: they are no others until `zero_grad`."""
+        if self._taken is not None:
+            for shard, (_, grad) in self._taken.grads.items():
+                shard.weight.grad = grad
+            self._taken = None
+
+    def _pay(self, taken: _Taken, shard: MasterShard) -> None:
+        with self._by_itself():
+            taken.step(shard)
+
+    @contextlib.contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Inside, nothing is left of the forward pass that a step may be made in, and nothing of the step after it."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(outside)

@@ -1,0 +1,58 @@
+"""Twins of an optimizer: its own `step` code, run on other tensors or at another time, of which nobody else knows."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def twin_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, object]) -> torch.optim.Optimizer:
+    """An optimizer of the same class with these attributes, without hooks."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(attributes)
+    for name in ("step", "_zero_owner"):  # a scheduler's counter, the engine that `optimizer` belongs to
+        twin.__dict__.pop(name, None)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
+
+
+def step_alone(twin: torch.optim.Optimizer) -> None:
+    """Step a twin without the hooks that are called for every optimizer's step."""
+    step = type(twin).step
+    # torch wraps a class's `step` once, in what calls hooks.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """An optimizer as it was when it was told to step: what happens to it afterwards has no effect on the step."""
+
+    optimizer: torch.optim.Optimizer
+    attributes: dict[str, object]
+    options: list[dict[str, object]]  # of every group
+
+    @classmethod
+    def take(cls, optimizer: torch.optim.Optimizer) -> Snapshot:
+        options = [_by_value(group) for group in optimizer.param_groups]
+        return cls(optimizer=optimizer, attributes=dict(optimizer.__dict__), options=options)
+
+    def step(self, group: int, weight: Tensor) -> None:
+        """Step one tensor of a group, by its `grad`; its state is made and kept in `optimizer.state`."""
+        twin = twin_of(self.optimizer, self.attributes)
+        twin.param_groups = [{**_by_value(self.options[group]), "params": [weight]}]
+        step_alone(twin)
+
+
+def _by_value(options: Mapping[str, object]) -> dict[str, object]:
+    return {key: _copy(value) for key, value in options.items() if key != "params"}
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
