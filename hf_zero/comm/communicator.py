@@ -109,11 +109,13 @@ class Communicator:
         transport = self._transport.split(groups)
         if near == transport.size - 1 and self._reads:
             transport = _connect_memory(transport)
-        watched = self.watchdog is not None and isinstance(transport, GroupTransport)
+        watchdog = None
+        if self.watchdog is not None and isinstance(transport, GroupTransport):
+            watchdog = self._watch(transport, self.watchdog.timeout_s)
         return Communicator(
             transport,
             deterministic=self.deterministic,
-            watchdog=self._watch(transport, self.watchdog.timeout_s) if watched else None,
+            watchdog=watchdog,
             near=near,
             where=f" {where}",
             traffic=self.traffic,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_zero.comm.peer_memory import MAX_RANGES, PeerMemory
 from hf_zero.comm.transport import Take
+from hf_zero.comm.transport.group import GroupTransport
 from hf_zero.comm.transport.messages import Messages
 from hf_zero.comm.work import Landing, Tag
 
@@ -52,7 +53,7 @@ class Reads(Messages):
         self.peers = peers
         self._rooms: dict[tuple[torch.dtype, bool], Tensor] = {}  # for what is read: kept until a fence of all
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Messages:
+    def split(self, groups: Sequence[Sequence[int]]) -> GroupTransport:
         """By messages: who reads whose memory is found out for each group."""
         return Messages(self.group).split(groups)
 
