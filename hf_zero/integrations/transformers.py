@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,48 +61,56 @@ class ZeroArgumentsMixin:
     zero_offload_param_nvme_path: str | None = _given("offload_param_nvme_path")
 
     def __post_init__(self) -> None:
-        for line in prepare_rank_environment():
-            logger.info(line)
-        # Without an accelerator transformers trains on CPU anyway, but refuses bf16 unless it was asked to.
-        self.use_cpu = self.use_cpu or not has_accelerator()
-        # --deepspeed file.json configures hf_zero; DeepSpeed itself must not hear of it.
-        given = getattr(self, "deepspeed", None)
-        if given is not None and self.zero_config is not None:
-            raise ZeroConfigError("both --deepspeed and --zero_config name a configuration: keep one of them")
-        self.zero_config, self.deepspeed = self.zero_config if given is None else given, None
-        plugin = self._make_plugin()
-        if plugin.config.is_set("mixed_precision") and not (self.bf16 or self.fp16):
-            # A file may also say it where no launcher has exported it.
-            os.environ.setdefault("ACCELERATE_MIXED_PRECISION", plugin.config.mixed_precision)
-        super().__post_init__()
-        _check_output_dir(self.output_dir)
-        self._settle(plugin)
-
-    def _make_plugin(self) -> ZeroPlugin:
-        found = {field: getattr(self, name) for name, field in ZERO_ARGUMENTS.items()}
-        given = {field: value for field, value in found.items() if value is not None}
-        return ZeroPlugin(self.zero_config, **given)
-
-    def _settle(self, plugin: ZeroPlugin) -> None:
-        arguments = {
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "per_device_train_batch_size": self.per_device_train_batch_size,
-            "max_grad_norm": self.max_grad_norm,
-            "bf16": self.bf16,
-            "fp16": self.fp16,
-        }
-        plugin.settle(arguments, type(self).__name__, world_size=self.world_size)
-
-    def make_zero_plugin(self) -> ZeroPlugin:
-        """The configuration of this run, compared with these arguments. Raises ZeroConfigError with all conflicts."""
-        plugin = self._make_plugin()
-        self._settle(plugin)
-        return plugin
+        with configuring(self):
+            super().__post_init__()
 
     @property
     def place_model_on_device(self) -> bool:
         # The engine places what each rank owns; the whole model may not fit.
         return False
+
+
+@contextlib.contextmanager
+def configuring(args: TrainingArguments) -> Iterator[None]:
+    """Around the `__post_init__` of any training arguments: what they name DeepSpeed's file configures hf_zero.
+
+    Raises ZeroConfigError where they and the configuration disagree, and where `output_dir` cannot be written.
+    """
+    for line in prepare_rank_environment():
+        logger.info(line)
+    # Without an accelerator transformers trains on CPU anyway, but refuses bf16 unless it was asked to.
+    args.use_cpu = args.use_cpu or not has_accelerator()
+    # --deepspeed file.json configures hf_zero; DeepSpeed itself must not hear of it.
+    given, named = args.deepspeed, getattr(args, "zero_config", None)
+    if given is not None and named is not None:
+        raise ZeroConfigError("both --deepspeed and --zero_config name a configuration: keep one of them")
+    args.zero_config, args.deepspeed = named if given is None else given, None
+    plugin = _plugin_of(args)
+    if plugin.config.is_set("mixed_precision") and not (args.bf16 or args.fp16):
+        # A file may also say it where no launcher has exported it.
+        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", plugin.config.mixed_precision)
+    yield
+    _check_output_dir(args.output_dir)
+    _settle(args, plugin)
+
+
+def settled_plugin(args: TrainingArguments) -> ZeroPlugin:
+    """The configuration of a run with these arguments. Raises ZeroConfigError with all conflicts between the two."""
+    plugin = _plugin_of(args)
+    _settle(args, plugin)
+    return plugin
+
+
+def _plugin_of(args: TrainingArguments) -> ZeroPlugin:
+    found = {field: getattr(args, name, None) for name, field in ZERO_ARGUMENTS.items()}
+    given = {field: value for field, value in found.items() if value is not None}
+    return ZeroPlugin(getattr(args, "zero_config", None), **given)
+
+
+def _settle(args: TrainingArguments, plugin: ZeroPlugin) -> None:
+    names = ("gradient_accumulation_steps", "per_device_train_batch_size", "max_grad_norm", "bf16", "fp16")
+    arguments = {name: getattr(args, name) for name in names}
+    plugin.settle(arguments, type(args).__name__, world_size=args.world_size)
 
 
 @dataclass
@@ -111,8 +121,7 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
 class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
     """Put before any Trainer class, it trains that class's models under ZeRO: `class T(ZeroTrainerMixin, SFTTrainer)`.
 
-    The configuration comes from the arguments where they are `ZeroTrainingArguments` (or carry `ZeroArgumentsMixin`),
-    else from the launcher.
+    What `ZeroTrainingArguments` (or others with `ZeroArgumentsMixin`) say of the configuration wins over the launcher.
     """
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -121,13 +130,8 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if hasattr(self.args, "make_zero_plugin"):
-            plugin = self.args.make_zero_plugin()
-        else:
-            plugin = ZeroPlugin()
-            ZeroArgumentsMixin._settle(self.args, plugin)
         # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
-        self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=plugin)
+        self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=settled_plugin(self.args))
         self.accelerator.reads_sections = True
         old = self.gather_function
         self.gather_function = self.accelerator.gather_for_metrics

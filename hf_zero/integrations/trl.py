@@ -12,6 +12,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -20,7 +21,7 @@ from hf_zero.core import guard
 from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.core.unit import Unit, gathered_parameters
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin
+from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin, settled_plugin
 from hf_zero.integrations.zero_init import zero_init
 
 
@@ -166,9 +167,9 @@ class ZeroTRLMixin(ZeroTrainerMixin):
                 "teacher's forward pass, where sharded weights are not at hand. Train on the teacher's replies "
                 "instead (ZeroSFTTrainer), or run it under plain DDP"
             )
-        given = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "make_zero_plugin")), None)
+        given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
         # Models given by name, the reference model among them: each rank reads its slices only.
-        with zero_init(given.make_zero_plugin() if given is not None else None, allow_missing=_NEW_HEADS):
+        with zero_init(None if given is None else settled_plugin(given), allow_missing=_NEW_HEADS):
             super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):
             self._dist = ZeroDistributedBackend(self.accelerator, _gather_choice(self.args))

@@ -38,7 +38,8 @@ def zero_init(plugin: ZeroPlugin | Any = None, *, allow_missing: Sequence[str] =
 
     `from_pretrained` of any class reads no weights. A model that is built from its configuration gets the weights that
     a single process would give it, but they are made when they are needed. Adapters may be added before. A weight that
-    is read or changed before `prepare` is made whole. At other stages than 3, and with one process, this does nothing.
+    is read or changed before `prepare` is made whole. At other stages than 3, with one process, and inside another
+    `zero_init`, this does nothing.
     Weights that the files lack are an error unless a pattern of `allow_missing` matches their name; these are
     initialised as transformers does.
 
@@ -47,10 +48,11 @@ def zero_init(plugin: ZeroPlugin | Any = None, *, allow_missing: Sequence[str] =
         allow_missing: regular expressions.
     """
     resolved = plugin if isinstance(plugin, ZeroPlugin) else ZeroPlugin(plugin)
-    if resolved.config.zero_stage != 3 or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    stock = PreTrainedModel.__dict__["_load_pretrained_model"]
+    is_open = isinstance(stock.__func__, _Loader)
+    if is_open or resolved.config.zero_stage != 3 or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    stock = PreTrainedModel.__dict__["_load_pretrained_model"]
     # The one place where a class of transformers changes, for the time of the block: model classes that AutoModel
     # picks by name have no other seam.
     PreTrainedModel._load_pretrained_model = staticmethod(_Loader(stock.__func__, tuple(allow_missing)))

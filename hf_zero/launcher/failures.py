@@ -21,6 +21,11 @@ _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 _BUGS = (LookupError, TypeError, AttributeError, AssertionError, NameError, ArithmeticError)
 _PRINT_S = 60.0  # how long a rank waits for another one to print what both have to say
 
+_WITHOUT_DEEPSPEED = (
+    ". hf_zero runs in its place: leave this out where the script has another branch, as a plain read of a parameter "
+    "gathers it; else write `import hf_zero.deepspeed as deepspeed`"
+)
+
 _previous = sys.__excepthook__
 
 
@@ -43,6 +48,11 @@ def is_for_people(error: BaseException, trace: TracebackType | None) -> bool:
     return isinstance(error, ZeroError) or (isinstance(error, (ValueError, TypeError)) and _raised_by_us(trace))
 
 
+def _wants_deepspeed(error: BaseException) -> bool:
+    """Whether a script (or a library, asked to) imports DeepSpeed where it is not installed."""
+    return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
+
+
 def _raised_by_us(trace: TracebackType | None) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -54,11 +64,11 @@ def _raised_by_us(trace: TracebackType | None) -> bool:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    interrupted = isinstance(error, KeyboardInterrupt)
-    if not interrupted and not is_for_people(error, trace):
+    interrupted, lacking = isinstance(error, KeyboardInterrupt), _wants_deepspeed(error)
+    if not interrupted and not lacking and not is_for_people(error, trace):
         _previous(kind, error, trace)
         return
-    message = "interrupted" if interrupted else str(error)
+    message = "interrupted" if interrupted else f"{error}{_WITHOUT_DEEPSPEED}" if lacking else str(error)
     text = f"hf_zero: {message}\n{_users_line(trace)}  ({TRACEBACK_VARIABLE}=1 prints the traceback)\n"
     _print_once(text, topic=message)
     if interrupted or isinstance(error, (ZeroConfigError, ZeroLaunchError)):

@@ -1,10 +1,9 @@
-"""Lets the literal ``accelerate launch`` start a ZeRO YAML where DeepSpeed is not installed, and watches the ranks.
+"""Lets the literal ``accelerate launch`` start a ZeRO YAML where DeepSpeed is not installed.
 
-torch calls ``install`` (entry point group ``torch.backends``) at the end of ``import torch``, in every process. It
-acts in two kinds of them. Inside ``accelerate launch`` it replaces the one function that would only have raised
-ImportError; hf_zero's launcher then prints one line. In ranks that hf_zero's launcher has started it has stock classes
-refused that would train without ZeRO, and errors that are for people printed once. It never raises (torch would turn
-that into a failed import), stays out where DeepSpeed is installed, and is switched off by HF_ZERO_LAUNCH_HOOK=0.
+torch calls ``install`` (entry point group ``torch.backends``) at the end of ``import torch``, in every process. Inside
+``accelerate launch`` it replaces the one function that would only have raised ImportError; hf_zero's launcher then
+prints one line. It never raises (torch would turn that into a failed import), stays out where DeepSpeed is installed,
+and is switched off by HF_ZERO_LAUNCH_HOOK=0. With HF_ZERO_ADOPT=1 it takes DeepSpeed's and FSDP's YAML in any case.
 """
 
 import importlib.abc
@@ -15,6 +14,7 @@ import sys
 
 
 _LAUNCH = "accelerate.commands.launch"
+_ASKED = ("HF_ZERO_ADOPT", "1")
 
 
 def install() -> None:
@@ -23,8 +23,6 @@ def install() -> None:
             return
         if _is_accelerate_launch():
             when_loaded(_LAUNCH, "deepspeed_launcher", _take_over)
-        elif os.environ.get("HF_ZERO_CONFIG") and "LOCAL_RANK" in os.environ:
-            _watch_rank()
     except Exception:  # a broken hook must not break `import torch`
         return
 
@@ -34,7 +32,11 @@ def _is_accelerate_launch() -> bool:
         return False
     name = os.path.basename(sys.argv[0]).removesuffix(".exe")
     is_launch = name == "accelerate-launch" or (name == "accelerate" and sys.argv[1:2] == ["launch"])
-    return is_launch and not _deepspeed_is_installed()
+    return is_launch and (_is_asked() or not _deepspeed_is_installed())
+
+
+def _is_asked() -> bool:
+    return _ASKED in os.environ.items()
 
 
 def _deepspeed_is_installed() -> bool:
@@ -47,21 +49,16 @@ def _deepspeed_is_installed() -> bool:
 
 
 def _take_over(module):
-    module.deepspeed_launcher = _deepspeed_launcher
+    module.deepspeed_launcher = _launch
+    if _is_asked():
+        stock = module.multi_gpu_launcher  # of FSDP's ranks and of plain ones
+        module.multi_gpu_launcher = lambda args: (_launch if args.use_fsdp else stock)(args)
 
 
-def _deepspeed_launcher(args):
+def _launch(args):
     from hf_zero.launcher.start import launch_from_accelerate
 
-    launch_from_accelerate(args)
-
-
-def _watch_rank():
-    from hf_zero.launcher import failures, stock
-
-    failures.install()
-    when_loaded("transformers.trainer", "Trainer", stock.refuse_trainers)
-    when_loaded("accelerate.accelerator", "Accelerator", stock.refuse_accelerators)
+    launch_from_accelerate(args, "=".join(_ASKED) if _is_asked() else "DeepSpeed is not installed")
 
 
 # -- acting on a module as soon as it is there ------------------------------------------------------------------------

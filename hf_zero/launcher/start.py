@@ -32,15 +32,15 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def launch_from_accelerate(args: argparse.Namespace) -> None:
-    """Stands in for Accelerate's DeepSpeed launcher, which cannot run where DeepSpeed is not installed."""
+def launch_from_accelerate(args: argparse.Namespace, reason: str) -> None:
+    """Stands in for a launcher of Accelerate, and says why."""
     try:
         config = config_of_command(args)
         _check_machines(args)
     except ZeroError as error:
         raise SystemExit(f"hf_zero: {error}") from None
     print(
-        f"hf_zero: DeepSpeed is not installed, hf_zero runs this ZeRO stage {config.zero_stage} job itself "
+        f"hf_zero: {reason}, hf_zero runs this ZeRO stage {config.zero_stage} job itself "
         "(HF_ZERO_LAUNCH_HOOK=0 switches this off)",
         flush=True,
     )
@@ -69,6 +69,7 @@ def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> int:
     # Accelerate's launcher picks its path from these; the ranks are plain torchrun ranks.
     args.multi_gpu, args.use_deepspeed, args.use_fsdp = True, False, False
     os.environ.pop(USE_DEEPSPEED, None)
+    _put_in_front(args)
     try:
         with patch_environment(**exported(config, use_cpu=use_cpu)):
             multi_gpu_launcher(args)
@@ -81,6 +82,14 @@ def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> int:
         print(f"hf_zero: ended by {signal.Signals(number).name}", file=sys.stderr)
         return 128 + number
     return 0
+
+
+def _put_in_front(args: argparse.Namespace) -> None:
+    """Have each rank run the script by `hf_zero.run`, which has stock classes made ours before its first line."""
+    if not args.no_python:
+        script = ["-m", args.training_script] if args.module else [args.training_script]
+        args.training_script_args = [*script, *args.training_script_args]
+        args.training_script, args.module = "hf_zero.run", True
 
 
 def _how_it_ended(status: int) -> str:

@@ -1,4 +1,4 @@
-"""Refuses stock classes in ranks that were started for ZeRO: they would train under DDP and shard nothing."""
+"""Refuses stock classes in ranks of a run for ZeRO that must not make ours of them: nothing would be sharded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
-from hf_zero.launcher.environment import CONFIG_VARIABLE
+from hf_zero.launcher.environment import resolve_from_environment
 from hf_zero.launcher.failures import is_users_file
 
 
@@ -90,15 +89,15 @@ def refuse_accelerators(module: ModuleType) -> None:
 def _refuse(cls: type, mixin: str) -> None:
     if any(base.__module__.partition(".")[0] == "hf_zero" for base in cls.__mro__):
         return
-    written = os.environ.get(CONFIG_VARIABLE)
-    stage = ZeroConfig.from_json(written).zero_stage if written else 0
-    if stage == 0:
-        return  # plain data parallelism is what was asked for
+    stage = resolve_from_environment().config.zero_stage
+    if stage == 0 or "LOCAL_RANK" not in os.environ:
+        return  # plain data parallelism is what was asked for, or there is none
     own = list(itertools.takewhile(_is_users, cls.__mro__))
     stock = _Stock(cls.__mro__[len(own)], mixin)
     raise ZeroLaunchError(
         f"this run was started for ZeRO stage {stage}, but {stock.library}.{stock.name} would train under DDP, "
-        f"with nothing sharded. {_what_to_change(stock, own)}\nIf DDP is what you want, start it with --zero_stage 0"
+        "with nothing sharded, as HF_ZERO_ADOPT=0 has it stay what it is. Leave that out, or change the script: "
+        f"{_what_to_change(stock, own)}\nIf DDP is what you want, start it with --zero_stage 0"
     )
 
 
@@ -117,12 +116,12 @@ def _what_to_change(stock: _Stock, own: Iterable[type]) -> str:
         if found is not None:
             lines = _replacement(stock, {alias.name: alias.asname or alias.name for alias in found.names})
             indent = "\n" + " " * (4 + found.col_offset)
-            return f"Below {file}:{found.end_lineno}, which imports it, write" + indent + indent.join(lines)
+            return f"below {file}:{found.end_lineno}, which imports it, write" + indent + indent.join(lines)
     frame = _users_frame()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else f"the script {sys.argv[0]}"
     if stock.ready_made:
-        return f"In {where}, use {stock.home}.{stock.ready_made[stock.name]} in its place"
-    return f"In {where}, use a class X({stock.home}.{stock.mixin}, {stock.name}) in its place"
+        return f"in {where}, use {stock.home}.{stock.ready_made[stock.name]} in its place"
+    return f"in {where}, use a class X({stock.home}.{stock.mixin}, {stock.name}) in its place"
 
 
 def _replacement(stock: _Stock, imported: dict[str, str]) -> list[str]:

@@ -32,6 +32,7 @@ SIGNATURES = {
     f"{TRAINER}._finalize_training": "trial, num_train_samples, start_time",
     f"{TRAINER}._clip_grad_norm": "model",
     f"{TRAINER}._get_grad_norm": "model, grad_norm",
+    "transformers.training_args.TrainingArguments.__post_init__": "",
     f"{MODEL}._load_pretrained_model": "model, state_dict, checkpoint_files, load_config, expected_keys",
     f"{MODEL}._finalize_model_loading": "model, load_config, loading_info",
     f"{MODEL}._move_missing_keys_from_meta_to_device": "missing_keys, device_map, device_mesh, hf_quantizer",
@@ -127,6 +128,23 @@ def test_loading_info_carries_the_keys_that_we_report():
 @pytest.mark.parametrize("name", ["_load_pretrained_model", "_finalize_model_loading"])
 def test_loading_seams_are_static_methods(name):
     assert isinstance(inspect.getattr_static(_resolve(MODEL), name), staticmethod)
+
+
+@pytest.mark.parametrize("name", ["from_pretrained", "_from_config"])
+def test_models_are_loaded_by_class_methods_of_one_class(name):
+    assert isinstance(inspect.getattr_static(_resolve(MODEL), name), classmethod)
+
+
+def test_trainers_and_accelerators_are_made_by_object_and_a_trainer_calls_the_accelerator_of_its_module():
+    assert Trainer.__new__ is object.__new__ and Accelerator.__new__ is object.__new__
+    module = _resolve("transformers.trainer")
+    assert module.Accelerator is Accelerator
+    assert "self.accelerator = Accelerator(" in inspect.getsource(Trainer.create_accelerator_and_postprocess)
+
+
+def test_accelerate_has_the_stand_ins_of_deepspeed_in_a_module_that_does_not_need_it():
+    deepspeed = importlib.import_module("accelerate.utils.deepspeed")
+    assert {"DummyOptim", "DummyScheduler"} <= vars(deepspeed).keys()
 
 
 def _tiny_model():

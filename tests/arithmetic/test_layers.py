@@ -27,8 +27,10 @@ LAYERS = {
     "deepspeed": 7,
     "verify": 7,
     "trl": 7,
+    "adopt": 7,
     "cli": 7,
-    "__init__": 8,
+    "run": 8,
+    "__init__": 9,
 }
 
 # Inside these packages the same holds for files: a file imports only from rungs before its own.

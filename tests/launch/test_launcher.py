@@ -59,7 +59,7 @@ def test_a_recipe_starts_torchrun_ranks_with_its_configuration(launched, recipe,
     status, args, environ = launched("--config_file", RECIPES / f"{recipe}.yaml", "--num_processes", 2, "x.py", "--a")
     assert status == 0
     assert (args.num_processes, args.multi_gpu, args.use_deepspeed, args.use_fsdp) == (2, True, False, False)
-    assert (args.training_script, args.training_script_args) == ("x.py", ["--a"])
+    assert (args.module, args.training_script, args.training_script_args) == (True, "hf_zero.run", ["x.py", "--a"])
     assert _config(environ).zero_stage == stage
     assert _config(environ).where("zero_stage").startswith(f"{RECIPES / recipe}.yaml:")
     assert args.mixed_precision == "bf16"
@@ -104,6 +104,14 @@ def test_numbers_are_exported_and_options_win_over_the_file(launched):
     assert config.where("zero_stage") == "command line"
     assert config.where("gradient_clipping") == f"{file}:9"
     assert args.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    "option, words", [("--module", (True, "hf_zero.run", ["-m", "x", "--a"])), ("--no_python", (None, "x", ["--a"]))]
+)
+def test_modules_get_the_front_module_too_and_other_programs_do_not(launched, option, words):
+    _, args, _ = launched("--config_file", RECIPES / "zero2.yaml", option, "x", "--a")
+    assert (args.module, args.training_script, args.training_script_args) == words
 
 
 def test_the_launchers_own_environment_is_restored(launched):
@@ -231,11 +239,11 @@ def test_the_stand_in_says_one_line_and_starts_the_ranks(launched, capsys):
 
     argv = ["--config_file", str(RECIPES / "zero3.yaml"), "--num_processes", "2", "x.py"]
     args, _, _ = _validate_launch_command(parse_command(argv))
-    launch_from_accelerate(args)
+    launch_from_accelerate(args, "asked")
     assert capsys.readouterr().out.count("\n") == 1
     args.num_machines, args.deepspeed_multinode_launcher = 2, "pdsh"
     with pytest.raises(SystemExit, match="hf_zero: deepspeed_multinode_launcher is 'pdsh'"):
-        launch_from_accelerate(args)
+        launch_from_accelerate(args, "asked")
     assert capsys.readouterr().out == ""
 
 
@@ -357,21 +365,23 @@ def test_rank_environment_takes_over_and_names_the_cpu(monkeypatch, other):
 
 
 @pytest.mark.parametrize(
-    ("argv", "opt_out", "deepspeed", "wanted"),
+    ("argv", "variable", "deepspeed", "wanted"),
     [
         (["/v/bin/accelerate", "launch", "x.py"], None, False, True),
         (["/v/bin/accelerate-launch", "x.py"], None, False, True),
-        (["/v/bin/accelerate", "launch"], "0", False, False),
+        (["/v/bin/accelerate", "launch"], "HF_ZERO_LAUNCH_HOOK=0", False, False),
         (["/v/bin/accelerate", "launch"], None, True, False),
+        (["/v/bin/accelerate", "launch"], "HF_ZERO_ADOPT=1", True, True),
         (["/v/bin/accelerate", "env"], None, False, False),
         (["train.py", "launch"], None, False, False),
         ([], None, False, False),
     ],
 )
-def test_the_hook_acts_only_inside_accelerate_launch(monkeypatch, argv, opt_out, deepspeed, wanted):
-    monkeypatch.delenv("HF_ZERO_LAUNCH_HOOK", raising=False)
-    if opt_out is not None:
-        monkeypatch.setenv("HF_ZERO_LAUNCH_HOOK", opt_out)
+def test_the_hook_acts_only_inside_accelerate_launch(monkeypatch, argv, variable, deepspeed, wanted):
+    for name in ("HF_ZERO_LAUNCH_HOOK", "HF_ZERO_ADOPT"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(*variable.split("="))
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "accelerate.commands.launch", raising=False)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import launches
 from tests.support.harness import LIMIT
-from tests.support.launches import ACCELERATE, HF_ZERO, HOOK, RECIPES, ROOT, TORCHRUN
+from tests.support.launches import ACCELERATE, HF_ZERO, HOOKS, RECIPES, ROOT, TORCHRUN
 
 
 pytestmark = pytest.mark.slow
@@ -26,8 +26,10 @@ found = resolve_from_environment()
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-state = Accelerator().state
+accelerator = Accelerator()
+state = accelerator.state
 report = {
+    "adopted": hasattr(accelerator, "zero_plugin"),
     "rank": state.process_index,
     "world_size": state.num_processes,
     "seen": gather_object([state.process_index]),
@@ -68,6 +70,7 @@ def _check(result, *, stage, ranks=2, source=None):
         assert report["seen"] == list(range(ranks))
         assert (report["backend"], report["device"]) == ("gloo", "cpu")
         assert report["stage"] == stage
+        assert report["adopted"] == ((source or "").startswith("HF_ZERO") and stage > 0)
         assert report["deepspeed"] is None
         assert report["arguments"] == ["--flag", "1"]
         if source is not None:
@@ -79,7 +82,7 @@ def test_the_package_declares_the_hook_and_the_command():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     points = setup["options.entry_points"]
-    assert HOOK in points["torch.backends"]
+    assert all(f"{name} = {value}" in points["torch.backends"] for name, value in HOOKS.items())
     assert "hf-zero = hf_zero.cli:main" in points["console_scripts"]
 
 
@@ -101,13 +104,16 @@ def test_the_literal_accelerate_launch_runs_the_ddp_recipe(launch):
     _check(launch(command), stage=0, source="the launcher's command line")
 
 
-def test_a_stock_fsdp_launch_is_taken_over_by_our_classes(launch, tmp_path):
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_stock_fsdp_launch_is_taken_over_where_it_is_asked_for_and_by_our_classes(launch, tmp_path, asked):
     file = tmp_path / "config.yaml"
     file.write_text(
         "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: 0\n"
         "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
     )
-    _check(launch((*ACCELERATE, "--config_file", file)), stage=2, source="the launcher's command line")
+    source = "HF_ZERO_CONFIG" if asked == "1" else "the launcher's command line"
+    output = _check(launch((*ACCELERATE, "--config_file", file), HF_ZERO_ADOPT=asked), stage=2, source=source)
+    assert output.count("hf_zero: HF_ZERO_ADOPT=1, hf_zero runs this ZeRO stage 2 job itself") == int(asked)
 
 
 def test_opting_out_leaves_accelerate_alone(launch):

@@ -1,4 +1,4 @@
-"""A script that was started for ZeRO but uses stock classes does not train under DDP: it ends, and names the line."""
+"""Stock classes in a run for ZeRO become ours; with HF_ZERO_ADOPT=0 the run ends and names the line to change."""
 
 import importlib
 import sys
@@ -21,21 +21,36 @@ from transformers import (
 import torch
 from pathlib import Path
 
+class Net(torch.nn.Linear):
+    def forward(self, input):
+        return {"loss": super().forward(input).mean()}
+
 args = TrainingArguments("out", report_to=[], max_steps=1)
 Path(f"created_{os.environ['RANK']}").touch()
-trainer = Trainer(torch.nn.Linear(2, 2), args, train_dataset=[{"input": torch.ones(2)}])
+trainer = Trainer(Net(2, 2), args, train_dataset=[{"input": torch.ones(2)}])
 trainer.train()
 """
 
 
-def test_the_literal_launch_of_a_stock_script_names_the_line_once(tmp_path):
+COMMAND = (*ACCELERATE, "--config_file", RECIPES / "zero3.yaml", "--num_processes", 2, "--mixed_precision", "no")
+
+
+def test_the_literal_launch_trains_a_stock_script_under_zero_and_says_so_once(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"{TRAIN}\nprint('LIKE', [cls.__name__ for cls in type(trainer).__mro__][:2])\n")
+    (output,), (status,) = launches.run((*COMMAND, script), folder=tmp_path)
+    assert status == 0 and "train_runtime" in output, output
+    assert output.count("LIKE ['Trainer', 'ZeroTrainerMixin']") == 2, output
+    assert output.count("hf_zero: the script's Trainer runs under ZeRO stage 3, configured by HF_ZERO_CONFIG") == 1
+
+
+def test_switched_off_the_literal_launch_of_a_stock_script_names_the_line_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    command = (*ACCELERATE, "--config_file", RECIPES / "zero3.yaml", "--num_processes", 2, "--mixed_precision", "no")
-    (output,), (status,) = launches.run((*command, script), folder=tmp_path)
+    (output,), (status,) = launches.run((*COMMAND, script), folder=tmp_path, HF_ZERO_ADOPT="0")
     assert status == 2, output
     line = "from hf_zero import ZeroTrainingArguments as TrainingArguments, ZeroTrainer as Trainer"
-    assert output.count(f"Below {script}:5, which imports it, write\n    {line}\n") == 1, output
+    assert output.count(f"below {script}:5, which imports it, write\n    {line}\n") == 1, output
     assert output.count("transformers.Trainer would train under DDP") == 1
     assert "Traceback" not in output, output
     assert (tmp_path / "created_0").exists() and "train_runtime" not in output
@@ -46,7 +61,7 @@ def test_the_line_that_it_names_makes_the_script_run(tmp_path):
     head, tail = TRAIN.split(")\nimport torch")
     script = tmp_path / "train.py"
     script.write_text(f"{head})\n{line}import torch{tail.replace('trainer.train()', 'print(type(trainer).__mro__)')}")
-    status, output = as_rank(tmp_path, script)
+    status, output = as_rank(tmp_path, script, HF_ZERO_ADOPT="0")
     assert status == 0 and "ZeroTrainerMixin" in output, output
 
 
@@ -74,43 +89,66 @@ FIRST_LINES = {
 BOTH = """
 import sys
 
-try:
-    transformers.Trainer(torch.nn.Linear(2, 2))
-except ValueError as error:
-    print("TRAINER", type(error).__name__, error)
+from accelerate.utils import deepspeed
+
+trainer = transformers.Trainer(torch.nn.Linear(2, 2))
 accelerator = accelerate.Accelerator()
-print("LOADER", type(accelerator.prepare([1])).__name__)
-accelerator.prepare(torch.utils.data.DataLoader([1]))
-try:
-    accelerator.prepare(torch.nn.Linear(2, 2))
-except ValueError as error:
-    print("ACCELERATOR", type(error).__name__, error)
+accelerator.prepare(torch.nn.Linear(2, 2))
+for name, found in (("TRAINER", trainer), ("ACCELERATOR", accelerator)):
+    print(name, any(base.__module__.startswith("hf_zero") for base in type(found).__mro__))
+touched = [
+    *(cls for cls in (transformers.Trainer, accelerate.Accelerator) if cls.__new__ is not object.__new__),
+    *(f for f in (
+        transformers.TrainingArguments.__post_init__,
+        transformers.PreTrainedModel.from_pretrained.__func__,
+        transformers.PreTrainedModel._from_config.__func__,
+    ) if hasattr(f, "__wrapped__")),
+    *(name for name in ("DummyOptim", "DummyScheduler") if hasattr(accelerate.utils, name)),
+]
+print("TOUCHED", len(touched))
 print("LEFT", [type(finder).__name__ for finder in sys.meta_path if "hf_zero" in type(finder).__module__])
 """
 
 
 @pytest.mark.parametrize("first", FIRST_LINES)
 def test_whatever_a_script_imports_first(tmp_path, first):
+    """Without the module that hf_zero's launcher puts in front, as under torchrun."""
     script = tmp_path / "script.py"
     script.write_text(f"{FIRST_LINES[first]}\nimport accelerate, torch, transformers\n{BOTH}")
-    status, output = as_rank(tmp_path, script)
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    status, output = as_rank(tmp_path, script, HF_ZERO_CONFIG=None, HF_ZERO_CONFIG_FILE=str(file))
     assert status == 0, output
-    assert "TRAINER ZeroLaunchError this run was started for ZeRO stage 3" in output, output
-    assert "ACCELERATOR ZeroLaunchError this run was started for ZeRO stage 3" in output, output
-    assert "LEFT []" in output, output
+    assert "TRAINER True\nACCELERATOR True\nTOUCHED 7\nLEFT []\n" in output, output
+
+
+def test_outside_of_such_runs_nothing_is_touched(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import accelerate, torch, transformers\n{BOTH}")
+    status, output = as_rank(tmp_path, script, HF_ZERO_CONFIG=None)
+    assert status == 0, output
+    assert "TRAINER False\nACCELERATOR False\nTOUCHED 0\nLEFT []\n" in output, output
 
 
 @pytest.mark.parametrize(
-    "stage, variables",
-    [(0, {}), (3, {"HF_ZERO_CONFIG": None}), (3, {"LOCAL_RANK": None}), (3, {"HF_ZERO_LAUNCH_HOOK": "0"})],
-    ids=["plain data parallelism", "another launcher", "no rank", "switched off"],
+    "stage, variables", [(0, {}), (3, {"LOCAL_RANK": None})], ids=["plain data parallelism", "no rank"]
 )
-def test_everywhere_else_stock_classes_are_left_alone(tmp_path, stage, variables):
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_where_nothing_is_to_be_sharded_stock_classes_stay_what_they_are(tmp_path, stage, variables, switch):
     script = tmp_path / "script.py"
     script.write_text(f"import accelerate, torch, transformers\n{BOTH}")
-    status, output = as_rank(tmp_path, script, stage=stage, **variables)
-    assert status == 0 and "LOADER" in output, output
-    assert "TRAINER" not in output and "ACCELERATOR" not in output, output
+    status, output = as_rank(tmp_path, script, stage=stage, HF_ZERO_ADOPT=switch, **variables)
+    assert status == 0, output
+    assert "TRAINER False\nACCELERATOR False\n" in output, output
+
+
+def test_an_import_of_deepspeed_says_what_to_write(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nimport deepspeed\n")
+    status, output = as_rank(tmp_path, script)
+    assert status == 1 and "Traceback" not in output, output
+    assert "hf_zero: No module named 'deepspeed'. hf_zero runs in its place" in output, output
+    assert f"in {script}:2: import deepspeed" in output, output
 
 
 CLASSES = """
@@ -154,7 +192,7 @@ def said(tmp_path_factory):
     )
     script = folder / "script.py"
     script.write_text(f"import sys; sys.path.append({str(installed)!r})\n{CLASSES}")
-    status, output = as_rank(folder, script)
+    status, output = as_rank(folder, script, HF_ZERO_ADOPT="0")
     assert status == 0, output
 
     def between(name):
@@ -168,29 +206,29 @@ def said(tmp_path_factory):
     [
         (
             "renamed",
-            "Below script.py:7",
+            "below script.py:7",
             "    from hf_zero.trl import ZeroSFTConfig as SFTConfig, ZeroSFTTrainer as Tuner",
         ),
-        ("indented", "Below script.py:18", "        from hf_zero.trl import ZeroGRPOTrainer as GRPOTrainer"),
+        ("indented", "below script.py:18", "        from hf_zero.trl import ZeroGRPOTrainer as GRPOTrainer"),
         (
             "unlisted",
-            "Below script.py:5",
+            "below script.py:5",
             "    from hf_zero import ZeroTrainerMixin\n"
             "    class Seq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer): pass",
         ),
         (
             "dpo",
-            "Below script.py:7",
+            "below script.py:7",
             "    from hf_zero.trl import ZeroTRLMixin\n    class DPOTrainer(ZeroTRLMixin, DPOTrainer): pass",
         ),
         (
             "library",
-            "Below script.py:9",
+            "below script.py:9",
             "    from hf_zero import ZeroTrainerMixin\n"
             "    class LibraryTrainer(ZeroTrainerMixin, LibraryTrainer): pass",
         ),
-        ("subclass", "Below mine.py:1", "    from hf_zero import ZeroTrainer as Trainer"),
-        ("accelerator", "Below script.py:4", "    from hf_zero import ZeroAccelerator as Helper"),
+        ("subclass", "below mine.py:1", "    from hf_zero import ZeroTrainer as Trainer"),
+        ("accelerator", "below script.py:4", "    from hf_zero import ZeroAccelerator as Helper"),
     ],
 )
 def test_the_line_to_write(said, name, place, lines):
@@ -198,7 +236,7 @@ def test_the_line_to_write(said, name, place, lines):
 
 
 def test_a_class_that_is_not_imported_by_name_is_named_where_it_is_used(said):
-    assert "In script.py:26, use hf_zero.ZeroTrainer in its place" in said("attribute"), said("attribute")
+    assert "in script.py:26, use hf_zero.ZeroTrainer in its place" in said("attribute"), said("attribute")
 
 
 def test_every_name_that_is_offered_exists():

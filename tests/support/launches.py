@@ -11,7 +11,7 @@ from tests.support.harness import LIMIT
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes/accelerate_configs"
-HOOK = "hf_zero.launcher.hook:install"
+HOOKS = {"hf_zero": "hf_zero.launcher.hook:install", "hf_zero_adopt": "hf_zero.adopt:install"}
 
 HF_ZERO = (sys.executable, "-m", "hf_zero.cli", "launch")
 ACCELERATE = (Path(sys.executable).parent / "accelerate", "launch")
@@ -21,12 +21,13 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 def environment(folder):
     """Variables for a launch that sees this checkout, no GPU and no settings of the caller's own."""
     paths = [str(ROOT)]
-    if not any(entry.value == HOOK for entry in importlib.metadata.entry_points(group="torch.backends")):
-        # hf_zero is not installed here: give torch the same entry point from a folder on the path.
+    known = {entry.value for entry in importlib.metadata.entry_points(group="torch.backends")}
+    missing = [f"{name} = {value}\n" for name, value in HOOKS.items() if value not in known]
+    if missing:  # hf_zero is not installed here: give torch the same entry points from a folder on the path
         info = folder / "site/hf_zero_hook-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_zero_hook\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[torch.backends]\nhf_zero = {HOOK}\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\n" + "".join(missing))
         paths.append(str(info.parent))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
     paths = {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(folder / "home")}
