@@ -36,3 +36,10 @@ class ZeroCheckpointError(ZeroError, ValueError):
 
 class ZeroAccessError(ZeroError, RuntimeError):
     """A sharded parameter or gradient was read where that is forbidden, or changed where that has no effect."""
+
+
+def first_few(items: Iterable[str], joint: str = ", ", limit: int = 5) -> str:
+    """Some of many things, and how many more there are, for a message."""
+    items = list(items)
+    more = f"{joint if joint != ', ' else ' '}and {len(items) - limit} more" if len(items) > limit else ""
+    return joint.join(items[:limit]) + more

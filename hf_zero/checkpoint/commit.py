@@ -83,7 +83,7 @@ def place(built: Path, final: Path) -> None:
         raise
     _flush(final.parent)
     if old.exists():
-        _let_go(old, final)
+        _retire(old, final)
     with contextlib.suppress(OSError):  # others may be built there
         built.parent.rmdir()
 
@@ -92,7 +92,7 @@ def _replaced_by(built: Path) -> Path:
     return built.with_name(built.name + _REPLACED)
 
 
-def _let_go(old: Path, final: Path) -> None:
+def _retire(old: Path, final: Path) -> None:
     """Remove a folder whose place another has taken; what is no part of its checkpoint moves there."""
     if old.is_symlink():  # what it leads to is the user's
         old.unlink()
@@ -112,7 +112,7 @@ def finish_interrupted(built: Path, final: Path) -> None:
     if not final.exists() and is_committed(built):
         place(built, final)
     elif final.exists() and _replaced_by(built).exists():
-        _let_go(_replaced_by(built), final)
+        _retire(_replaced_by(built), final)
 
 
 def _flush(path: Path) -> None:
@@ -169,7 +169,11 @@ def checksums(folder: Path) -> Checksums | None:
 
     Raises ZeroCheckpointError where the marker is damaged.
     """
-    return Checksums(wide=_read_marker(folder).version == 1) if is_committed(folder) else None
+    return _sums_of(folder) if is_committed(folder) else None
+
+
+def _sums_of(folder: Path) -> Checksums:
+    return Checksums(wide=_read_marker(folder).version == 1)
 
 
 def _is_sound(name: str, described: dict) -> bool:
@@ -214,7 +218,7 @@ def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does."""
     for name, described in sorted(_read_marker(folder).files.items()):
         if "tensors" in described:
-            found = checksums(folder)
+            found = _sums_of(folder)
             names = sorted(described["tensors"])[share::shares]
             SlicedFile.open(folder / name).sum_up(folder / name, names, found)
             compare_sums(folder, name, found)
@@ -231,7 +235,9 @@ def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
     if described is None:
         raise ZeroCheckpointError(f"{folder / file} is no part of the checkpoint: {MARKER} does not list it")
     wanted = described.get("tensors")
-    for tensor, value in found.items() if wanted is not None else ():
+    if wanted is None:
+        return
+    for tensor, value in found.items():
         if tensor not in wanted:
             raise ZeroCheckpointError(f"{folder / MARKER} is damaged: it has no checksum of '{tensor}' in {file}")
         if value != int(wanted[tensor], 16):

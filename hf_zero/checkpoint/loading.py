@@ -9,27 +9,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import commit
-from hf_zero.checkpoint.plan import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-    SavePlan,
-    logical_state,
-    plan_module,
-    plan_pretrained,
-    units_of,
-)
+from hf_zero.checkpoint.held import held
+from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, is_pretrained, plan_module, plan_pretrained
 from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.checkpoint.staging import add_up, on_all_ranks
 from hf_zero.comm.communicator import Communicator
-from hf_zero.core import guard
 from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.errors import ZeroCheckpointError
-
-
-# (tensor in the file, first element, where its values go)
-_Part = tuple[str, int, Tensor]
-# (element of the file's tensor, its name, first element of the weight, count)
-_Route = tuple[int, str, int, int]
+from hf_zero.errors import ZeroCheckpointError, first_few
 
 
 def has_weights(folder: Path) -> bool:
@@ -96,12 +82,9 @@ def load_weights(
         _check(plan, names, files, layouts, folder)
         found = commit.checksums(home)
         for file in layouts:
-
-            def in_file(tensor: str, name: str, file: str = file) -> bool:
-                return name in names and files[tensor] == file
-
+            inside = {tensor for tensor, there in files.items() if there == file}
             for counts in (True, False):
-                parts = _parts(model, plan, comm, in_file, counts)
+                parts = _parts(model, plan, comm, names, inside, counts)
                 layouts[file].read(home / file, parts, found if counts else None)
         sums.update(found or {})
 
@@ -112,7 +95,7 @@ def load_weights(
 
 
 def _plan(model: nn.Module) -> SavePlan:
-    if hasattr(model, "_keys_to_ignore_on_save"):
+    if is_pretrained(model):
         return plan_pretrained(model, lambda tensor: tensor.dtype)
     return plan_module(model, lambda tensor: tensor.dtype)
 
@@ -132,44 +115,23 @@ def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict
         elif found[1] != shape:
             problems.append(f"'{tensor}' has shape {found[1]}, the model's is {shape}")
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ZeroCheckpointError(f"{folder} does not fit the model: {shown}")
+        raise ZeroCheckpointError(f"{folder} does not fit the model: {first_few(problems, '; ')}")
 
 
 def _parts(
-    model: nn.Module, plan: SavePlan, comm: Communicator, wanted: Callable[[str, str], bool], counts: bool
-) -> Iterator[_Part]:
-    """What this rank keeps of tensors in the files, where its read counts for the checksum, or where it does not.
+    model: nn.Module, plan: SavePlan, comm: Communicator, names: set[str], inside: set[str], counts: bool
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(tensor, first element, values to fill) of what this rank keeps of weights in the tensors `inside` a file.
 
-    `wanted(tensor, name)` chooses tensors, and of each the weights that it is made of.
+    `counts`: only where its read counts for the checksum, or only where it does not.
     """
-    routes: dict[str, list[_Route]] = {}
-    for tensor, origin in plan.origins.items():
-        for run in origin.runs or ():
-            if wanted(tensor, run.name):
-                routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
-    logical = logical_state(model)
-    by_param = {id(tensor): plan.aliases[name] for name, tensor in logical.items()}
-    for unit in units_of(model):
-        for buffer in unit.buffers:
-            found = [routes.get(by_param.get(id(param)), []) for param in buffer.params]
-            if counts == buffer.is_first_owner and any(found):
-                for index, start, values in _resting_spans(buffer):
-                    yield from _routed(found[index], start, values)
-    for name, tensor in logical.items():
-        if plan.aliases[name] == name and not guard.is_prepared(tensor) and counts == (comm.rank == 0):
-            yield from _routed(routes.get(name, []), 0, tensor.detach().view(-1))
 
+    def within(buffer: FlatBuffer) -> tuple[int, int] | None:
+        return (buffer.begin, buffer.end) if buffer.is_first_owner == counts else None
 
-def _routed(routes: list[_Route], start: int, values: Tensor) -> Iterator[_Part]:
-    for at, tensor, first, numel in routes:
-        low, high = max(start, first), min(start + values.numel(), first + numel)
-        if low < high:
-            yield tensor, at + low - first, values[low - start : high - start]
-
-
-def _resting_spans(buffer: FlatBuffer) -> Iterator[tuple[int, int, Tensor]]:
-    """(parameter, first element, values to fill) of everything that this rank keeps of a buffer."""
-    for start, stop, values in buffer.exact(write=True):
-        for span in buffer.layout.spans(buffer.begin + start, buffer.begin + stop):
-            yield span.index, span.start, values[span.offset : span.offset + span.numel]
+    wanted = names & {run.name for tensor in inside & plan.origins.keys() for run in plan.origins[tensor].runs or ()}
+    for name, start, values, buffer in held(model, within, wanted, write=True):
+        if buffer is not None or counts == (comm.rank == 0):
+            for _, tensor, at, part in plan.parts_of(name, start, values.view(-1)):
+                if tensor in inside:
+                    yield tensor, at, part

@@ -10,20 +10,28 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import saving
 from hf_zero.checkpoint.background import Later, perform
-from hf_zero.checkpoint.plan import SavePlan, logical_state, plan_module, plan_pretrained, select
+from hf_zero.checkpoint.held import logical_state
+from hf_zero.checkpoint.plan import SavePlan, is_pretrained, plan_module, plan_pretrained, select
 from hf_zero.checkpoint.staging import find_writers, naming, on_all_ranks
 from hf_zero.comm.communicator import MEETING_SECONDS, Communicator
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.placement import Placement
 from hf_zero.core.unit import gathered_parameters
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    _Pretrained = PreTrainedModel
+else:
+    _Pretrained = object
 
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
 WriteRest = Callable[[str, dict[str, Tensor]], None]
@@ -37,7 +45,7 @@ class SavedFolder:
     exact: frozenset[int]
 
 
-class ZeroPretrainedMixin:
+class ZeroPretrainedMixin(_Pretrained):
     """Added to the class of a prepared model that has `save_pretrained`: sharded weights are saved by all ranks."""
 
     def should_save_on_this_rank(self, is_main_process: bool) -> bool:
@@ -72,7 +80,7 @@ class ZeroPretrainedMixin:
         else:
             _save_sharded(self, engine, stock, options)
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # theirs is wrapped, not a method
         """As the model's own `push_to_hub`. Where weights are sharded, call it on all ranks; rank 0 uploads.
 
         The other ranks get None, and do not wait for the upload.
@@ -106,7 +114,9 @@ def _readable(engine: ZeroEngine) -> bool:
     return not sharded or all(unit.pins for unit in engine.units if unit.sharded)
 
 
-def _save_sharded(model: nn.Module, engine: ZeroEngine, stock: Callable[..., None], options: dict[str, Any]) -> None:
+def _save_sharded(
+    model: PreTrainedModel, engine: ZeroEngine, stock: Callable[..., None], options: dict[str, Any]
+) -> None:
     folder = options.pop("save_directory")
     options.pop("state_dict", None)
     if options.get("safe_serialization") is False:
@@ -135,7 +145,7 @@ def _save_sharded(model: nn.Module, engine: ZeroEngine, stock: Callable[..., Non
 
 
 def _begin_upload(
-    model: nn.Module,
+    model: PreTrainedModel,
     folder: str | os.PathLike,
     comm: Communicator,
     is_main: bool,
@@ -200,7 +210,7 @@ def save_folder(
         _save_adapters(model, Path(folder), comm, is_main, write_rest, choose)
         return SavedFolder(sums={}, exact=frozenset())
     dtype_of = saving.saved_dtypes(model, compute_dtype)
-    if hasattr(model, "_keys_to_ignore_on_save"):
+    if is_pretrained(model):
         plan = plan_pretrained(model, dtype_of, **plan_options)
     else:
         plan = plan_module(model, dtype_of, **plan_options)
@@ -246,7 +256,7 @@ def _place_rest(folder: Path, plan: SavePlan, write_rest: WriteRest) -> None:
 
 def _note_dtype(model: nn.Module, folder: Path, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
     """The configuration says in which dtype the weights are: the one saved, not the one computed in."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     first = next((p for p in logical_state(model).values() if p.is_floating_point()), None)
     if first is None or not hasattr(config, "save_pretrained"):
         return
@@ -255,9 +265,7 @@ def _note_dtype(model: nn.Module, folder: Path, dtype_of: Callable[[Tensor], tor
     config.dtype = before
 
 
-def _adapter_choice(
-    model: nn.Module, adapters: list[str] | None
-) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+def _adapter_choice(model: Any, adapters: list[str] | None) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
     """What picks the adapters out of a state dict; None for a model without adapters."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return lambda state_dict: model.get_adapter_state_dict(state_dict=state_dict)
@@ -293,7 +301,7 @@ def _save_adapters(
         }
 
         def write() -> None:
-            if creates:
+            if chosen is not None:
                 with naming(folder):
                     write_rest(str(folder), {**everything, **chosen})
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.provenance import Origin, Tracer
-from hf_zero.checkpoint.safetensors_file import SlicedFile, library_order
-from hf_zero.core import guard
-from hf_zero.core.unit import Unit
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.checkpoint.held import logical_state
+from hf_zero.checkpoint.provenance import Origin, Run, Tracer
+from hf_zero.checkpoint.safetensors_file import Part, SlicedFile, library_order
+from hf_zero.errors import ZeroCheckpointError, first_few
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DtypeOf = Callable[[Tensor], torch.dtype]
 WEIGHTS_NAME = "model.safetensors"
@@ -49,14 +53,35 @@ class SavePlan:
     def dtype_of(self, tensor: str) -> torch.dtype:
         return self.files[self.home[tensor]].tensors[tensor][0]
 
+    @functools.cached_property
+    def _targets(self) -> dict[str, list[Run]]:
+        """Of every weight the tensors that hold its elements: origins, read the other way round."""
+        targets: dict[str, list[Run]] = {}
+        for tensor, origin in self.origins.items():
+            for run in origin.runs or ():
+                targets.setdefault(run.name, []).append(Run(run.start, tensor, run.at, run.numel))
+        return targets
+
+    def parts_of(self, weight: str, start: int, values: Tensor) -> Iterator[Part]:
+        """Where the elements of a weight from `start` on stand in the files, each part with its share of `values`."""
+        for target in self._targets.get(weight, ()):
+            part = target.cut(start, start + values.numel())
+            if part is not None:
+                yield self.home[part.name], part.name, part.start, values[part.at : part.at + part.numel]
+
     @property
     def computed(self) -> dict[str, Origin]:
         """The tensors whose values are not parts of weights as they stand, but computed from them."""
         return {name: origin for name, origin in self.origins.items() if origin.runs is None}
 
 
+def is_pretrained(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    """Whether a model is saved as transformers saves its own, or else as accelerate saves any module."""
+    return hasattr(model, "_keys_to_ignore_on_save")
+
+
 def plan_pretrained(
-    model: nn.Module,
+    model: PreTrainedModel,
     dtype_of: DtypeOf,
     *,
     max_shard_size: int | str = "50GB",
@@ -113,7 +138,9 @@ def select(model: nn.Module, choose: Callable[[dict[str, Tensor]], Mapping[str, 
 
 def _stand_ins(model: nn.Module, dtype_of: DtypeOf) -> tuple[Tracer, dict[str, Tensor], dict[str, str]]:
     """A state dict without values, in which names share a tensor where they do in the model."""
-    tracer, tensors, aliases = Tracer(), {}, {}
+    tracer = Tracer()
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
     firsts: dict[int, str] = {}
     for name, tensor in logical_state(model).items():
         first = aliases[name] = firsts.setdefault(id(tensor), name)
@@ -121,26 +148,16 @@ def _stand_ins(model: nn.Module, dtype_of: DtypeOf) -> tuple[Tracer, dict[str, T
     return tracer, tensors, aliases
 
 
-def logical_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with the parameters themselves: nothing is read."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units that hold the parameters of a module, in the same order on every rank."""
-    return list(dict.fromkeys(guard.owner_of(p) for p in model.parameters() if guard.is_prepared(p)))
-
-
-def _check_nothing_lost(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+def _check_nothing_lost(model: PreTrainedModel, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
     saved = {aliases[name] for name in tensors}
     ignored = {aliases.get(name) for name in model._keys_to_ignore_on_save or ()}
     lost = sorted(name for name, first in aliases.items() if first not in saved | ignored)
     if lost:
-        raise ZeroCheckpointError(f"{type(model).__name__} would be saved without {_some(lost)}")
+        raise ZeroCheckpointError(f"{type(model).__name__} would be saved without {first_few(map(repr, lost))}")
 
 
 def _plan(
-    tracer: Tracer, tensors: dict[str, Tensor], aliases: dict[str, str], split, metadata: dict, index_name: str
+    tracer: Tracer, tensors: dict[str, Tensor], aliases: dict[str, str], split: Any, metadata: dict, index_name: str
 ) -> SavePlan:
     origins = {name: tracer.origin(tensor) for name, tensor in tensors.items()}
     _check_covered(tensors, origins, tracer)
@@ -176,7 +193,3 @@ def _check_covered(tensors: dict[str, Tensor], origins: dict[str, Origin], trace
             end = stop
         if end != numel and name not in computed:
             raise ZeroCheckpointError(f"the files would hold {end:,} of {numel:,} elements of '{name}' in one shard")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

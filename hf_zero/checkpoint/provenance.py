@@ -11,7 +11,8 @@ import itertools
 import mmap
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class Run:
     name: str
     start: int
     numel: int
+
+    def cut(self, begin: int, end: int) -> Run | None:
+        """What of it lies in [begin, end) of the tensor, counted from `begin`; None where nothing does."""
+        low, high = max(begin, self.at), min(end, self.at + self.numel)
+        return Run(low - begin, self.name, self.start + low - self.at, high - low) if low < high else None
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,9 @@ class Tracer(TorchDispatchMode):
         self._origins[made.untyped_storage().data_ptr()] = origin
         return made
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.is_view or func in (_aten.detach.default, _aten._unsafe_view.default):
@@ -97,7 +105,7 @@ class Tracer(TorchDispatchMode):
             shapes,
         )
 
-    def _moved(self, func, args, kwargs) -> tuple[Run, ...] | None:
+    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, ...] | None:
         """The runs of a result that is a copy; None for anything else."""
         if func in (_aten.clone.default, _aten.contiguous.default):
             return self.origin(args[0]).runs
@@ -105,8 +113,9 @@ class Tracer(TorchDispatchMode):
             return self.origin(args[0]).runs  # a cast: whoever moves the elements makes it
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         if func is _aten.cat.default or (func is _aten.stack.default and dim == 0):
-            parts = [(tensor, self.origin(tensor).runs) for tensor in args[0]]
-            if all(runs is not None for _, runs in parts):
+            stored = [self.origin(tensor).runs for tensor in args[0]]
+            parts = [(tensor, runs) for tensor, runs in zip(args[0], stored, strict=True) if runs is not None]
+            if len(parts) == len(stored):
                 return _joined(parts, dim if func is _aten.cat.default else 0)
         return None
 
@@ -158,7 +167,7 @@ def _view_runs(stored: tuple[Run, ...] | None, view: Tensor) -> tuple[Run, ...] 
         return None
     runs: list[Run] = []
     for number, index in enumerate(itertools.product(*(range(size) for size, _ in outer))):
-        begin = view.storage_offset() + sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+        begin = int(view.storage_offset()) + sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
         runs.extend(_cut(stored, begin, begin + length, number * length))
     return tuple(_merged(runs))
 
@@ -166,20 +175,17 @@ def _view_runs(stored: tuple[Run, ...] | None, view: Tensor) -> tuple[Run, ...] 
 def _cut(stored: tuple[Run, ...], begin: int, end: int, at: int) -> Iterator[Run]:
     """The part [begin, end) of `stored`, moved to position `at`."""
     for run in stored:
-        low, high = max(begin, run.at), min(end, run.at + run.numel)
-        if low < high:
-            yield Run(at + low - begin, run.name, run.start + low - run.at, high - low)
+        part = run.cut(begin, end)
+        if part is not None:
+            yield replace(part, at=at + part.at)
 
 
 def _merged(runs: list[Run]) -> Iterator[Run]:
+    """Runs that go on where the one before ends become one."""
     last: Run | None = None
     for run in runs:
-        if last is not None and (last.name, last.at + last.numel, last.start + last.numel) == (
-            run.name,
-            run.at,
-            run.start,
-        ):
-            last = Run(last.at, last.name, last.start, last.numel + run.numel)
+        if last is not None and run == Run(last.at + last.numel, last.name, last.start + last.numel, run.numel):
+            last = replace(last, numel=last.numel + run.numel)
             continue
         if last is not None:
             yield last

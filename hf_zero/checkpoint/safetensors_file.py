@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ BUFFER_BYTES = 8 * 2**20
 # The library reads no longer header.
 _LONGEST_HEADER = 100_000_000
 
+# (file, tensor name, first element, values); the values are valid until the next part is asked for.
+Part = tuple[str, str, int, Tensor]
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -203,14 +206,14 @@ def _parse(header: str) -> tuple[Shapes, dict[str, str]]:
 def _check_entry(name: str, entry: object) -> None:
     if not isinstance(entry, dict):
         raise ValueError(f"tensor '{name}' is not described")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor '{name}' needs a dtype, a shape and two offsets, in whole numbers from 0 on")
     if dtype not in _DTYPES:
         raise ValueError(f"tensor '{name}' has the dtype {dtype}; hf_zero reads {', '.join(_DTYPES)}")
 
 
-def _are_sizes(value: object) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.background import Later
-from hf_zero.checkpoint.plan import SavePlan, logical_state, units_of
-from hf_zero.checkpoint.staging import Part, Staged, broadcast_parts, family, on_all_ranks, stage
+from hf_zero.checkpoint.held import held, logical_state, own_slice, unit_of, units_of
+from hf_zero.checkpoint.plan import SavePlan, is_pretrained
+from hf_zero.checkpoint.safetensors_file import Part
+from hf_zero.checkpoint.staging import Staged, broadcast_parts, family, on_all_ranks, stage
 from hf_zero.comm.communicator import Communicator
 from hf_zero.core import guard
-from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.unit import Unit, gathered_parameters
-
-
-# (name in the state dict, first element, values)
-Owned = tuple[str, int, Tensor]
 
 
 def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], torch.dtype]:
@@ -101,58 +98,22 @@ def stage_weights(
     """
     for unit in units_of(model):
         unit.adopt_writes()
-    routes = _routes(plan)
 
     def parts(closed: bool) -> Iterator[Part]:
-        for name, start, values in owned_parts(model, plan, comm, closed):
-            for at, tensor, first, numel in routes.get(name, ()):
-                low, high = max(start, first), min(start + values.numel(), first + numel)
-                if low < high:
-                    yield plan.home[tensor], tensor, at + low - first, values[low - start : high - start]
+        for name, start, values in _owned(model, comm, closed=closed):
+            yield from plan.parts_of(name, start, values)
 
     staged = stage(Path(folder), plan.files, parts, comm, is_main, later, lambda: _computed_parts(model, plan, comm))
     return StagedWeights(plan=plan, staged=staged)
 
 
-def _routes(plan: SavePlan) -> dict[str, list[tuple[int, str, int, int]]]:
-    """For every weight: (element of the file's tensor, its name, first element of the weight, count)."""
-    routes: dict[str, list[tuple[int, str, int, int]]] = {}
-    for tensor, origin in plan.origins.items():
-        for run in origin.runs or ():
-            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
-    return routes
-
-
-def owned_parts(model: nn.Module, plan: SavePlan, comm: Communicator, closed: bool) -> Iterator[Owned]:
-    """Everything that is this rank's to write; over all ranks, every element once.
-
-    Values are valid until the next are asked for, and `closed` have shapes only.
-    """
-    names = {id(tensor): name for name, tensor in reversed(logical_state(model).items())}
-    for unit in units_of(model):
-        for buffer in unit.buffers:
-            for index, start, values in own_spans(buffer, closed):
-                name = names.get(id(buffer.params[index]))
-                if name is not None:
-                    yield plan.aliases[name], start, values
-    if comm.rank == 0:  # module buffers: the same everywhere
-        for name, tensor in logical_state(model).items():
-            if not guard.is_prepared(tensor) and plan.aliases[name] == name:
-                yield name, 0, tensor.detach().contiguous().reshape(-1)
-
-
-def own_spans(buffer: FlatBuffer, closed: bool) -> Iterator[tuple[int, int, Tensor]]:
-    """(parameter, first element, values) of this rank's share; what is replicated is shared out by slices too."""
-    topology = buffer.mesh.topology
-    if topology.place_of(topology.rank)[0] != 0:
-        return  # the first replica has all
-    low, high = buffer.layout.slice_bounds(topology.slice_of(topology.rank))
-    for start, stop, values in buffer.exact(closed=closed):
-        begin, end = max(low, buffer.begin + start), min(high, buffer.begin + stop)
-        offset = begin - buffer.begin - start
-        for span in buffer.layout.spans(begin, end):
-            at = offset + span.offset
-            yield span.index, span.start, values[at : at + span.numel]
+def _owned(
+    model: nn.Module, comm: Communicator, names: Container[str] | None = None, *, closed: bool
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(name, first element, values) of what this rank writes; module buffers, the same everywhere, are rank 0's."""
+    for name, start, values, buffer in held(model, own_slice, names, closed=closed):
+        if buffer is not None or comm.rank == 0:
+            yield name, start, values.reshape(-1)
 
 
 def _computed_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Iterator[Part]:
@@ -168,11 +129,12 @@ def _computed_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Ite
         whole = {name: torch.empty(logical[name].shape, dtype=dtypes[name]) for name in sorted(sources)}
 
         def mine(closed: bool, sources: frozenset[str] = sources) -> Iterator[Part]:
-            return (("", *part) for part in owned_parts(model, plan, comm, closed) if part[0] in sources)
+            return (("", *part) for part in _owned(model, comm, sources, closed=closed))
 
         for _, name, start, values in broadcast_parts(mine, functools.partial(_dtype_in, dtypes), comm):
             whole[name].view(-1)[start : start + values.numel()] = values.cpu()
         if comm.rank == 0:
+            assert is_pretrained(model), "nothing else has converters"
             made = revert_weight_conversion(model, whole)
             for tensor in sorted(tensors):
                 yield plan.home[tensor], tensor, 0, made[tensor].contiguous().reshape(-1)
@@ -206,18 +168,14 @@ def consolidated_state_dict(
     logical = model.state_dict(keep_vars=True)  # the parameters themselves: nothing is read yet
     if names is not None:
         logical = {name: tensor for name, tensor in logical.items() if name in set(names)}
-    units: dict[Unit, dict[nn.Parameter, list[str]]] = {}
-    result: dict[str, Tensor] = dict.fromkeys(logical)  # in the order of the state dict
-    for name, tensor in logical.items():
+    units: dict[Unit, list[nn.Parameter]] = {}
+    values: dict[int, Tensor] = {}
+    for tensor in {id(tensor): tensor for tensor in logical.values()}.values():
         if guard.is_prepared(tensor):
-            units.setdefault(guard.owner_of(tensor), {}).setdefault(tensor, []).append(name)
+            units.setdefault(unit_of(tensor), []).append(tensor)
         else:
-            result[name] = tensor.detach().cpu()
-    for unit, params in units.items():
+            values[id(tensor)] = tensor.detach().cpu()
+    for params in units.values():
         with gathered_parameters(params):
-            for param, aliases in params.items() if keep else ():
-                value = param.detach().to("cpu", copy=True)
-                for name in aliases:
-                    result[name] = value
-        del unit
-    return result if keep else None
+            values |= {id(param): param.detach().to("cpu", copy=True) for param in params if keep}
+    return {name: values[id(tensor)] for name, tensor in logical.items()} if keep else None

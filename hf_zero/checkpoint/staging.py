@@ -14,18 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from hf_zero.checkpoint.background import Later
 from hf_zero.checkpoint.checksum import combine
-from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, SlicedFile
+from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, Part, SlicedFile
 from hf_zero.checkpoint.slice_writer import SliceWriter
 from hf_zero.comm.communicator import Communicator
 from hf_zero.errors import ZeroCheckpointError, ZeroError
 
 
-# (file, tensor name, first element, values); the values are valid until the next part is asked for.
-Part = tuple[str, str, int, Tensor]
 # Gives this rank's parts, always the same; with True, the values have a shape only, and nothing is read for them.
 Parts = Callable[[bool], Iterable[Part]]
 Computed = Callable[[], Iterable[Part]]

@@ -11,7 +11,7 @@ import torch
 from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.core.elementwise import state_kinds
 from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, first_few
 
 
 FORMAT, VERSION = "hf_zero", 1
@@ -54,7 +54,8 @@ def check_parameters(file: SlicedFile, buffers: Iterable[FlatBuffer], path: Path
 
     Raises ZeroCheckpointError where the file is of other parameters or shapes.
     """
-    known, names, shapes = set(json.loads(file.metadata["parameters"])), set(), {}
+    known, names = set(json.loads(file.metadata["parameters"])), set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for buffer in buffers:
         names.update(buffer.names)
         if buffer.trainable:
@@ -66,9 +67,8 @@ def check_parameters(file: SlicedFile, buffers: Iterable[FlatBuffer], path: Path
         if shapes.get(name, shape) != shape:
             problems.setdefault(name, f"'{name}' has shape {shape}, the model's is {shapes[name]}")
     if problems:
-        shown = "; ".join(problem for _, problem in sorted(problems.items())[:5])
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ZeroCheckpointError(f"{path} does not fit the model: {shown}{more}")
+        shown = first_few((problem for _, problem in sorted(problems.items())), "; ")
+        raise ZeroCheckpointError(f"{path} does not fit the model: {shown}")
     return {name for name in shapes if f"{name}.{MASTER}" not in file.tensors}
 
 

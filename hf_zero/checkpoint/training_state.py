@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_zero.checkpoint import commit
 from hf_zero.checkpoint.background import Later, perform
-from hf_zero.checkpoint.safetensors_file import SlicedFile
-from hf_zero.checkpoint.staging import Part, add_up, on_all_ranks, stage
+from hf_zero.checkpoint.safetensors_file import Part, SlicedFile
+from hf_zero.checkpoint.staging import add_up, on_all_ranks, stage
 from hf_zero.checkpoint.state_checks import (
     FORMAT,
     MASTER,
@@ -188,7 +188,8 @@ def _agreed_kinds(
             flats = {kind: flat.dtype for kind, flat in _states(shard, optimizers).items()}
             for span in shard.spans():
                 mine[buffer.names[span.index]] = flats
-    merged = {name: {} for buffer in buffers for name in buffer.names}  # nobody owns a part of what has no elements
+    # Nobody owns a part of what has no elements.
+    merged: dict[str, dict[str, torch.dtype]] = {name: {} for buffer in buffers for name in buffer.names}
     for kinds in comm.all_gather_object(mine):
         merged.update(kinds)
     return merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import commit, training_state
-from hf_zero.checkpoint.plan import SavePlan, logical_state, plan_module, plan_pretrained
-from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.checkpoint.held import logical_state
+from hf_zero.checkpoint.plan import SavePlan, is_pretrained, plan_module, plan_pretrained
+from hf_zero.checkpoint.safetensors_file import Part, SlicedFile
 from hf_zero.checkpoint.saving import StagedWeights
-from hf_zero.checkpoint.staging import Part, stage
+from hf_zero.checkpoint.staging import stage
 from hf_zero.comm.communicator import Communicator
 from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, new_folder, note_dtype, save_pickle
-from hf_zero.convert.source import Source, Stored, some, unwrapped
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.convert.source import Source, Stored, unwrapped
+from hf_zero.errors import ZeroCheckpointError, first_few
 
 
 SCHEDULE_NAME, ACCELERATE_SCHEDULE_NAME = "scheduler.pt", "scheduler.bin"
@@ -119,7 +120,7 @@ def _matched(source: Source, model: nn.Module) -> _Match:
     names = {name: unwrapped(name, logical) for name in source.weights}
     unknown = [name for name, ours in names.items() if ours not in logical]
     if unknown:
-        raise _misfit(source, model, f"the model has no {some(unknown)}")
+        raise _misfit(source, model, f"the model has no {_some(unknown)}")
     first = {id(tensor): name for name, tensor in reversed(logical.items())}
     firsts = {name: first[id(logical[ours])] for name, ours in names.items()}
     trained = {firsts[name] for name in source.states}
@@ -138,15 +139,15 @@ def _matched(source: Source, model: nn.Module) -> _Match:
         name = first[id(tensor)]
         return dtypes.get(name, weights[name].dtype if name in weights else tensor.dtype)
 
-    if hasattr(model, "_keys_to_ignore_on_save"):
+    if is_pretrained(model):
         plan = plan_pretrained(model, dtype_of)
     else:
         plan = plan_module(model, dtype_of, max_shard_size=_ONE_FILE)
     missing = {name for origin in plan.origins.values() for name in origin.names} - weights.keys()
     if missing:
-        raise _misfit(source, model, f"it lacks {some(missing)}")
+        raise _misfit(source, model, f"it lacks {_some(missing)}")
     if plan.computed:
-        raise _misfit(source, model, f"the files of such a model hold {some(plan.computed)} in a computed form")
+        raise _misfit(source, model, f"the files of such a model hold {_some(plan.computed)} in a computed form")
     return _Match(
         source=source,
         plan=plan,
@@ -158,6 +159,10 @@ def _matched(source: Source, model: nn.Module) -> _Match:
 
 def _misfit(source: Source, model: nn.Module, reason: str) -> ZeroCheckpointError:
     return ZeroCheckpointError(f"{source.folder} does not fit {type(model).__name__}, as config.json has it: {reason}")
+
+
+def _some(names: Iterable[str]) -> str:
+    return first_few(map(repr, sorted(names)), limit=3)
 
 
 def _main_dtype(match: _Match) -> torch.dtype:
@@ -182,17 +187,9 @@ def _state_file(match: _Match) -> SlicedFile:
 
 def _weight_parts(match: _Match) -> Iterator[Part]:
     """Every tensor of the weight files, from the weights that it consists of."""
-    plan = match.plan
-    routes: dict[str, list[tuple[int, str, int, int]]] = {}
-    for tensor, origin in plan.origins.items():
-        for run in origin.runs or ():
-            routes.setdefault(run.name, []).append((run.at, tensor, run.start, run.numel))
-    for name, targets in routes.items():
-        for start, values in match.weights[name].parts():
-            for at, tensor, begin, numel in targets:
-                low, high = max(start, begin), min(start + values.numel(), begin + numel)
-                if low < high:
-                    yield plan.home[tensor], tensor, at + low - begin, values[low - start : high - start]
+    for name, stored in match.weights.items():
+        for start, values in stored.parts():
+            yield from match.plan.parts_of(name, start, values)
 
 
 def _state_parts(match: _Match, file: SlicedFile) -> Iterator[Part]:

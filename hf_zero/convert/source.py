@@ -86,9 +86,3 @@ def unwrapped(name: str, known: Iterable[str]) -> str:
         return name
     bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return bare if bare in known else name
-
-
-def some(names: Iterable[str]) -> str:
-    """A few names, for a message."""
-    names = sorted(names)
-    return ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

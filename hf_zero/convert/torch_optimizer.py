@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_zero.checkpoint import commit, training_state
 from hf_zero.checkpoint.loading import weight_files
 from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
-from hf_zero.checkpoint.safetensors_file import SlicedFile, library_order
+from hf_zero.checkpoint.safetensors_file import Part, SlicedFile, library_order
 from hf_zero.checkpoint.saving import StagedWeights
-from hf_zero.checkpoint.staging import Part, Parts, stage
+from hf_zero.checkpoint.staging import Parts, stage
 from hf_zero.comm.communicator import Communicator
 from hf_zero.convert import adapters
 from hf_zero.convert.folder import carried_files, find_config, is_accelerates, new_folder, note_dtype, save_pickle

@@ -8,7 +8,8 @@ from torch import nn
 
 from hf_zero.checkpoint import loading, training_state
 from hf_zero.checkpoint.background import Later
-from hf_zero.checkpoint.plan import SavePlan, logical_state
+from hf_zero.checkpoint.held import logical_state
+from hf_zero.checkpoint.plan import SavePlan
 from hf_zero.core.engine import ZeroEngine
 
 

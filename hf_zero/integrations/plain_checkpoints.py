@@ -16,8 +16,8 @@ from torch import nn
 from hf_zero.checkpoint import commit, loading
 from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.building import built_aside
+from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.model_folder import save_folder
-from hf_zero.checkpoint.plan import logical_state
 from hf_zero.checkpoint.staging import on_all_ranks
 from hf_zero.comm.communicator import MEETING_SECONDS
 from hf_zero.core.engine import ZeroEngine

@@ -23,7 +23,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from hf_zero.checkpoint.provenance import Run, Tracer
 from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.core import deferred
-from hf_zero.errors import ZeroCheckpointError, ZeroConfigError
+from hf_zero.errors import ZeroCheckpointError, ZeroConfigError, first_few
 from hf_zero.integrations.accelerate import ZeroPlugin
 from hf_zero.lazy_init.recorder import Recorder
 
@@ -141,10 +141,10 @@ class FileSource:
 
     def read(self, start: int, target: Tensor) -> None:
         for run in self.runs:
-            low, high = max(start, run.at), min(start + target.numel(), run.at + run.numel)
-            if low < high:
-                path, layout = self.homes[run.name]
-                layout.read(path, [(run.name, run.start + low - run.at, target[low - start : high - start])])
+            part = run.cut(start, start + target.numel())
+            if part is not None:
+                path, layout = self.homes[part.name]
+                layout.read(path, [(part.name, part.start, target[part.at : part.at + part.numel])])
 
 
 def _read(homes: dict[str, tuple[Path, SlicedFile]], name: str) -> Tensor:
@@ -176,8 +176,8 @@ def _check_missing(model: PreTrainedModel, info: Any, allowed: tuple[str, ...]) 
         if not any(re.search(pattern, name) for pattern in patterns)
     )
     if lost:
-        shown = ", ".join(f"'{name}'" for name in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise ZeroCheckpointError(
-            f"the files of {type(model).__name__} lack {shown}, which would start from random values. Name them in "
-            "zero_init(allow_missing=[...]) if they are new (a classification head), or repair the checkpoint"
+            f"the files of {type(model).__name__} lack {first_few(map(repr, lost))}, which would start from random "
+            "values. Name them in zero_init(allow_missing=[...]) if they are new (a classification head), or repair "
+            "the checkpoint"
         )

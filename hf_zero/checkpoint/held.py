@@ -1,0 +1,83 @@
+"""What a rank holds of a model's weights: names of the state dict, units, and every element once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+
+from torch import Tensor, nn
+
+from hf_zero.core import guard
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.unit import Unit
+
+
+# (name in the state dict, first element, values, the buffer that they lie in; None for buffers of modules)
+Held = tuple[str, int, Tensor, FlatBuffer | None]
+
+
+def logical_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the parameters themselves: nothing is read."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units that hold the parameters of a module, in the same order on every rank."""
+    return list(dict.fromkeys(unit_of(param) for param in model.parameters() if guard.is_prepared(param)))
+
+
+def unit_of(param: nn.Parameter) -> Unit:
+    """The unit of a prepared parameter."""
+    owner = guard.owner_of(param)
+    assert isinstance(owner, Unit)
+    return owner
+
+
+def held(
+    model: nn.Module,
+    within: Callable[[FlatBuffer], tuple[int, int] | None],
+    names: Container[str] | None = None,
+    *,
+    write: bool = False,
+    closed: bool = False,
+) -> Iterator[Held]:
+    """All that this rank holds, or of `names` only; of tied weights, the first name.
+
+    `within` gives the elements of a flat buffer that are asked for (None: none). What modules have in buffers of their
+    own comes with the shape that it has. Values are valid until the next are asked for; with `write`, what is left in
+    them is kept. `closed` ones have shapes only.
+    """
+    logical = logical_state(model)
+    firsts = {id(tensor): name for name, tensor in reversed(logical.items())}
+    firsts = {key: name for key, name in firsts.items() if names is None or name in names}
+    for unit in units_of(model):
+        for buffer in unit.buffers:
+            bounds = within(buffer) if any(id(param) in firsts for param in buffer.params) else None
+            if bounds is None:
+                continue
+            for index, start, values in _spans(buffer, *bounds, buffer.exact(write=write, closed=closed)):
+                name = firsts.get(id(buffer.params[index]))
+                if name is not None:
+                    yield name, start, values, buffer
+    for name, tensor in logical.items():
+        if firsts.get(id(tensor)) == name and not guard.is_prepared(tensor):
+            yield name, 0, tensor.detach(), None
+
+
+def own_slice(buffer: FlatBuffer) -> tuple[int, int] | None:
+    """For `held`: over all ranks every element once; what is replicated is shared out by slices, too."""
+    topology = buffer.mesh.topology
+    if topology.place_of(topology.rank)[0] != 0:
+        return None  # the first replica has all
+    return buffer.layout.slice_bounds(topology.slice_of(topology.rank))
+
+
+def _spans(
+    buffer: FlatBuffer, low: int, high: int, kept: Iterable[tuple[int, int, Tensor]]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(parameter, first element, values) of what is `kept` in [low, high)."""
+    for start, stop, values in kept:
+        begin, end = max(low, buffer.begin + start), min(high, buffer.begin + stop)
+        offset = begin - buffer.begin - start
+        for span in buffer.layout.spans(begin, end):
+            at = offset + span.offset
+            yield span.index, span.start, values[at : at + span.numel]
