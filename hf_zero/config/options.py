@@ -148,10 +148,10 @@ class Options:
     allgather_bucket_size: Size | Auto = option(
         500_000_000, "elements per all-gather of updated weights (stages 1-2)", size(1), zero="allgather_bucket_size"
     )
-    zero_hpz_partition_size: int = option(
+    zero_hpz_partition_size: int | Auto = option(
         1,
-        "ranks of a node: each node keeps all weights, so that gathers stay inside it; 1 for one slice on every rank",
-        whole(1),
+        "ranks of a node, which keeps all weights, so that gathers stay inside; 1: no node does; auto: each machine",
+        whole(1, auto=True),
         zero="zero_hpz_partition_size",
         needs=_STAGE3,
     )

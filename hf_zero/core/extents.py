@@ -26,8 +26,9 @@ def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] 
         raise ZeroConfigError(
             "mics_shard_size is 1, so every rank would keep everything: set zero_stage to 0, which is that"
         )
-    by_node = config.zero_stage == 3 and config.zero_hpz_partition_size > 1 and size > 1
-    local = config.zero_hpz_partition_size if by_node else shard
+    node = machine if config.zero_hpz_partition_size == "auto" else config.zero_hpz_partition_size
+    by_node = config.zero_stage == 3 and node > 1 and size > 1
+    local = node if by_node else shard
     _check_divides("zero_hpz_partition_size", local, shard, f"{shard} ranks share one copy of the state")
     if by_node and any(number % local for number in machines):
         raise ZeroConfigError(

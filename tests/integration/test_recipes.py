@@ -199,7 +199,7 @@ def test_launcher_files(name):
         with pytest.raises(ZeroConfigError, match="offload is not available yet; set offload_optimizer_device"):
             ZeroConfig.from_any(str(file))
         return
-    stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+    stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "zero3_hpz": 3, "fsdp_hybrid": 3}
     assert ZeroConfig.from_any(str(file)).zero_stage == stages[name]
 
 

@@ -1,7 +1,9 @@
 """Sharded inside nodes or replicas, training gives DDP's numbers, sends little between nodes, and resumes anywhere."""
 
 import contextlib
+import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.support.networks import NETWORKS
 from tests.support.reference import ADAMW, SGD, Plan, check_stages, whole_weights
 
 
+RECIPES = Path(__file__).parents[2] / "recipes/accelerate_configs"
 NODES = {"zero_hpz_partition_size": 2, "node_size": 2}
 REPLICAS = {"mics_shard_size": 2, "node_size": 2}
 ROWS = [
@@ -183,6 +186,16 @@ def test_it_resumes_with_other_extents_and_the_same_files(tmp_path, config):
     for stage, ranks, other in ((3, 2, {}), (3, 4, REPLICAS if config is NODES else NODES)):
         resumed = run_ranks(_go_on, tmp_path / "saved", stage, world_size=ranks, **other)[0]
         assert max(abs(a - b) for a, b in zip(whole, resumed, strict=True)) <= 1e-6, (ranks, other)
+
+
+@pytest.mark.parametrize("name, replicas, nodes", [("zero3_hpz", 1, 2), ("fsdp_hybrid", 2, 1)])
+@distributed(world_size=4)
+def test_a_launcher_file_takes_the_ranks_of_each_machine(monkeypatch, name, replicas, nodes):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = hf_zero.ZeroConfig.from_any(RECIPES / f"{name}.yaml")
+    config = dataclasses.replace(config, mixed_precision="no")
+    topology = hf_zero.shard(nn.Linear(4, 4), config=config).mesh.topology
+    assert (topology.replicas, topology.nodes, topology.local, topology.machine) == (replicas, nodes, 2, 2)
 
 
 # -- what cannot be arranged --------------------------------------------------------------------------------------
