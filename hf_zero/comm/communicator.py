@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.comm.codec import Codec
 from hf_zero.comm.peer_memory import PeerMemory
 from hf_zero.comm.traffic import Traffic
 from hf_zero.comm.transport import Transport
@@ -26,6 +27,9 @@ from hf_zero.comm.watchdog import Watchdog
 from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work, wide
 from hf_zero.errors import ZeroRuntimeError
 
+
+# Told of what was encoded: the codec, the values and the payload.
+Watch = Callable[[Codec, Tensor, Tensor], None]
 
 MEETING_SECONDS = 60.0  # for all ranks to make a call that gathers the model
 
@@ -200,6 +204,41 @@ class Communicator:
         self._count("all_gather", flat.nbytes // self.world_size)
         return self._work(self._transport.gather(flat, tag, shard), "all-gather", tag)
 
+    def gather_quantised(
+        self, values: Tensor, flat: Tensor, tag: Tag, codec: Codec, watch: Watch, *, add: bool = False
+    ) -> Work:
+        """Fill `flat` with everybody's `values` (whole blocks), as `codec` sends them, or add them to it.
+
+        This rank's own come back quantised too, so that all ranks have the same.
+        """
+        nbytes = codec.nbytes(values.numel())
+        payloads = torch.empty(nbytes * self.world_size, dtype=torch.uint8, device=values.device)
+        own = payloads[self.rank * nbytes : (self.rank + 1) * nbytes]
+        codec.encode(values, own)
+        watch(codec, values, own)
+        self._count("all_gather", nbytes)
+        landing = self._transport.gather(payloads, tag, [own])
+
+        def finish(land: Callable[[], None] = landing.finish) -> None:
+            land()
+            for payload, slice_ in zip(payloads.split(nbytes), flat.chunk(self.world_size), strict=True):
+                codec.decode(payload, slice_, add=add)
+
+        landing.finish = finish
+        return self._work(landing, "all-gather", tag)
+
+    def reduce_scatter_quantised(self, flat: Tensor, on_chunk: OnChunk, tag: Tag, codec: Codec, watch: Watch) -> Work:
+        """As `reduce_scatter` with one flat tensor of whole blocks, whose slices are sent as `codec` does."""
+        slices = flat.chunk(self.world_size)
+        nbytes = codec.nbytes(slices[0].numel())
+        payloads = torch.empty(nbytes * self.world_size, dtype=torch.uint8, device=flat.device)
+        for values, payload in zip(slices, payloads.split(nbytes), strict=True):
+            codec.encode(values, payload)
+        watch(codec, slices[0], payloads[:nbytes])
+        self._count("reduce_scatter", nbytes)
+        total = _DecodedSum(codec, slices[0].numel(), self.world_size, on_chunk)
+        return self._work(self._transport.exchange([payloads], nbytes, tag, total), "reduce-scatter", tag)
+
     def reduce_scatter(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
         """Sum over ranks; chunks of this rank's slice of the result are given to `on_chunk`, in fp32 at least.
 
@@ -316,6 +355,22 @@ class Communicator:
 
     def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
         return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
+
+
+class _DecodedSum:
+    """The same for payloads of a codec, which come whole."""
+
+    def __init__(self, codec: Codec, numel: int, size: int, on_chunk: OnChunk) -> None:
+        self._codec, self._numel, self._last, self._on_chunk = codec, numel, size - 1, on_chunk
+        self._total: Tensor | None = None
+
+    def __call__(self, source: int, at: int, payload: Tensor) -> None:
+        assert at == 0 and payload.numel() == self._codec.nbytes(self._numel)
+        if self._total is None:
+            self._total = torch.empty(self._numel, dtype=torch.float32, device=payload.device)
+        self._codec.decode(payload, self._total, add=source > 0)
+        if source == self._last:
+            self._on_chunk(0, self._total)
 
 
 def _connect_memory(transport: Transport) -> Transport:

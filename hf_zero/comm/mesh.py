@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hf_zero.comm.codec import Codec
 from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.meter import Meter, Quantised
 from hf_zero.comm.topology import Link, Topology
 from hf_zero.comm.work import OnChunk, Route, Tag, Work, wide
 
@@ -24,10 +26,20 @@ class Mesh:
         replicas: the ranks that own one slice; None for one replica.
         topology: how the ranks are arranged.
         hops: how many a sum over all ranks takes to its owners.
+        weights, gradients: how they are quantised, if they are: weights between nodes (on one node: in every gather),
+            gradients between nodes (on one node: wherever they are sent).
+        block: elements of which slices are to be made up.
+        meter: measures the error of quantised messages.
     """
 
-    def __init__(self, world: Communicator, topology: Topology | None = None) -> None:
+    def __init__(
+        self, world: Communicator, topology: Topology | None = None, quantised: Sequence[Quantised] = ()
+    ) -> None:
         self.world = world
+        self.meter = Meter(list(quantised))
+        kinds = {each.kind: each for each in quantised}
+        self.weights, self.gradients = kinds.get("weights"), kinds.get("gradients")
+        self.block = max([each.codec.block for each in quantised if each.codec is not None], default=1)
         self.topology = topology = topology or Topology.plain(world.world_size, world.rank)
         self.node = self.shards = world
         self.column: Communicator | None = None
@@ -72,6 +84,31 @@ class Mesh:
         assert self.column is not None
         return self.column.all_gather(node_slice, tag)
 
+    def gather_quantised(self, flat: Tensor, tag: Tag) -> Work:
+        """As `gather` on the plain topology, by what the codec makes of the slices."""
+        assert self.topology.is_plain and self.weights is not None and self.weights.codec is not None
+        own = flat.chunk(self.world.world_size)[self.world.rank]
+        return self.world.gather_quantised(own, flat, tag, self.weights.codec, self._watch_weights)
+
+    def quantise(self, own: Tensor) -> None:
+        """Make flat values, in place, what other ranks get of them by `gather_quantised`."""
+        assert self.weights is not None and self.weights.codec is not None
+        payload = own.new_empty(self.weights.codec.nbytes(own.numel()), dtype=torch.uint8)
+        self.weights.codec.encode(own, payload)
+        self.weights.codec.decode(payload, own)
+
+    def refresh_by(self, changes: Tensor, node_slice: Tensor, tag: Tag) -> Work:
+        """As `refresh`, by adding quantised changes of the own slice, and those of the others, to `node_slice`."""
+        assert self.column is not None and self.weights is not None and self.weights.codec is not None
+        codec = self.weights.codec
+        return self.column.gather_quantised(changes, node_slice, tag, codec, self._watch_weights, add=True)
+
+    def _watch_weights(self, codec: Codec, values: Tensor, payload: Tensor) -> None:
+        self.meter.watch("weights", codec, values, payload)
+
+    def _watch_gradients(self, codec: Codec, values: Tensor, payload: Tensor) -> None:
+        self.meter.watch("gradients", codec, values, payload)
+
     def gather_all(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Work:
         """From one slice on each owner to the whole on every rank, in place, whatever the number of nodes."""
         if self.column is None:
@@ -83,7 +120,15 @@ class Mesh:
 
     def scatter(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag) -> Work:
         """From a sum of each rank's own to one slice of the sum over a node: see `Communicator.reduce_scatter`."""
+        if self.column is None and not self.node.takes_parts:
+            return self._reduce_scatter(self.node, parts[0], on_chunk, tag)
         return self.node.reduce_scatter(parts, on_chunk, tag)
+
+    def _reduce_scatter(self, comm: Communicator, flat: Tensor, on_chunk: OnChunk, tag: Tag) -> Work:
+        codec = None if self.gradients is None else self.gradients.codec
+        if codec is None:
+            return comm.reduce_scatter([flat], on_chunk, tag)
+        return comm.reduce_scatter_quantised(flat, on_chunk, tag, codec, self._watch_gradients)
 
     def scatter_on(self, node_slice: Tensor, on_chunk: OnChunk, tag: Tag) -> Work:
         """From the node's sums of its slice to the owner's slice of the sum over all ranks.
@@ -93,7 +138,7 @@ class Mesh:
         if self.column is None:
             return self._over_replicas(node_slice, on_chunk, tag)
         if self.replicas is None:
-            return self.column.reduce_scatter([node_slice], on_chunk, tag)
+            return self._reduce_scatter(self.column, node_slice, on_chunk, tag)
         own = torch.empty_like(node_slice.chunk(self.topology.nodes)[0])
 
         def keep(at: int, values: Tensor) -> None:

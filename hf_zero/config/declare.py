@@ -65,6 +65,12 @@ def whole(
     )
 
 
+def one_of(*known: int) -> Kind:
+    expected = " or ".join(map(str, known))
+    shown = ", ".join(f"`{value}`" for value in known)
+    return _kind(values.to_int, lambda value: is_whole(value) and value in known, expected, shown=shown, counts=True)
+
+
 def number(allowed: Callable[[float], bool], expected: str, *, shown: str, auto: bool = False) -> Kind:
     return _kind(
         values.to_float,

@@ -106,10 +106,8 @@ ZERO_KEYS: dict[str, Key] = table(
     accepted("use_pin_memory cpu_offload_use_pin_memory", "host memory is pinned where copies to a GPU gain by it"),
     accepted("elastic_checkpoint", "checkpoints load at any number of ranks"),
     accepted("pipeline_loading_checkpoint", "each rank reads only its own slices"),
-    refused("zero_quantized_weights", "quantised communication (ZeRO++ qwZ) is not available yet: set it to false"),
-    refused("zero_quantized_gradients", "quantised communication (ZeRO++ qgZ) is not available yet: set it to false"),
     refused("zero_quantized_nontrainable_weights", "quantised frozen weights are not available: set it to false"),
-    refused("zeropp_loco_param", "quantised communication (LoCo) is not available: remove the section"),
+    refused("zeropp_loco_param", "no error feedback (LoCo) here, and 8 bits do not need it: remove the section"),
     accepted("mics_hierarchical_params_gather", "a shard group is gathered in one collective", False),
     refused("zenflow", "ZenFlow updates weights late and changes the numbers: remove the section"),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.declare import Option, choice, folder, number, option, section, size, switch, whole
+from hf_zero.config.declare import Option, choice, folder, number, one_of, option, section, size, switch, whole
 from hf_zero.config.origin import Origin
 
 
@@ -165,6 +165,28 @@ class Options:
         values.AUTO,
         "ranks on one machine, which decides what counts as traffic between nodes; auto for LOCAL_WORLD_SIZE",
         whole(1, auto=True),
+        own=True,
+    )
+    zero_quantized_weights: bool = option(
+        False,
+        "send weights in 8 bits: as differences between nodes, directly where all ranks are on one node",
+        switch(),
+        zero="zero_quantized_weights",
+        needs=_STAGE3,
+    )
+    zero_quantized_gradients: bool = option(
+        False,
+        "send gradients in quantized_gradient_bits (between nodes, where there are several); sums are in fp32",
+        switch(),
+        zero="zero_quantized_gradients",
+    )
+    quantized_gradient_bits: int = option(
+        8, "bits of quantised gradients; 4 with a rotation that spreads outliers", one_of(8, 4), own=True
+    )
+    quantized_error_limit: float | Auto = option(
+        values.AUTO,
+        "relative error of three steps in a row that ends quantisation; auto: 0.05, and 0.25 with 4 bits",
+        number(lambda limit: limit > 0, 'a number above 0 or "auto"', shown="above 0", auto=True),
         own=True,
     )
     hang_timeout_s: float = option(

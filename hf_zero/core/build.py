@@ -15,7 +15,7 @@ from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard
-from hf_zero.core.extents import arrange
+from hf_zero.core.extents import arrange, quantised_kinds
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.homes import Homes
@@ -62,9 +62,11 @@ def connect(
 ) -> Mesh:
     """The communicators of the ranks of `group`, arranged as the configuration says; a collective."""
     if isinstance(group, Communicator):
-        return Mesh(group, arrange(config, group.world_size, group.rank))
+        topology = arrange(config, group.world_size, group.rank)
+        return Mesh(group, topology, quantised_kinds(config, topology))
     size, rank, machines = place_in(group)
     topology = arrange(config, size, rank, machines)
+    quantised = quantised_kinds(config, topology)
     world = Communicator.connect(
         group,
         device=next(model.parameters()).device if device is None else torch.device(device),
@@ -73,7 +75,7 @@ def connect(
         peer_memory=config.peer_memory,
         together=topology.machine == topology.size,
     )
-    return Mesh(world, topology)
+    return Mesh(world, topology, quantised)
 
 
 def default_device(model: nn.Module, backend: str) -> torch.device:

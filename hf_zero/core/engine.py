@@ -361,7 +361,8 @@ class ZeroEngine:
         held = self._optimizers.held_by(optimizer)
         for gradient in self._structure.gradients:
             gradient.mark_stepped(held)
-        self.after_load()
+        self.control.end_step()
+        self.after_rewrite(exact=False)
 
     def before_load(self) -> None:
         """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
@@ -371,10 +372,23 @@ class ZeroEngine:
             unit.finish_refresh()
         self.mesh.fence()
 
+    def anchor(self) -> None:
+        """Make weights that quantised differences have kept up to date those of the masters, as after a resume.
+
+        A collective; nothing to do where weights are sent as they are.
+        """
+        if self.mesh.weights is not None and self.mesh.column is not None:
+            self.before_load()
+            self.after_load()
+
     def after_load(self) -> None:
-        """The masters have changed: casts of them are made anew."""
+        """The masters have other values than before: casts of them are made anew."""
+        self.after_rewrite(exact=True)
+
+    def after_rewrite(self, *, exact: bool) -> None:
+        """The masters have changed: casts follow, by quantised differences where `exact` does not forbid it."""
         for unit in self.units:
-            unit.begin_refresh()
+            unit.begin_refresh(exact=exact)
             if unit.pins and unit.sharded:
                 unit.restore()
         # Reads of peers' memory are synchronous: make them here, where ranks are in step, not in the next forward.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from hf_zero.comm.codec import Codec
+from hf_zero.comm.meter import Quantised
 from hf_zero.comm.topology import Topology
 from hf_zero.config import ZeroConfig
 from hf_zero.core.layout import FlatLayout
@@ -37,6 +39,36 @@ def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] 
             "that divides them"
         )
     return Topology(replicas=size // shard, nodes=shard // local, local=local, rank=rank, machine=machine)
+
+
+def quantised_kinds(config: ZeroConfig, topology: Topology) -> list[Quantised]:
+    """Which messages are quantised, and how. Raises ZeroConfigError where they cannot be."""
+    chosen = []
+    if config.zero_quantized_weights and topology.size > 1:
+        chosen.append(Quantised("weights", Codec(8), _limit(config, 8)))
+    if config.zero_quantized_gradients and topology.size > 1:
+        bits = config.quantized_gradient_bits
+        chosen.append(Quantised("gradients", Codec(bits), _limit(config, bits)))
+    if chosen and config.zero_stage == 0:
+        raise ZeroConfigError("zero_quantized_gradients needs sharded optimizer states: set zero_stage to 1, 2 or 3")
+    far = [name for name in ("offload_optimizer_device", "offload_param_device") if getattr(config, name) != "none"]
+    if far and config.zero_quantized_weights:
+        raise ZeroConfigError(
+            f"zero_quantized_weights and {far[0]}: {getattr(config, far[0])} are not available together: set one of "
+            "them to its default"
+        )
+    if chosen and topology.replicas > 1:
+        raise ZeroConfigError(
+            f"quantised {chosen[0].kind} are not available with several replicas (mics_shard_size), whose sums meet "
+            "in one all-reduce: shard inside nodes by zero_hpz_partition_size instead, or switch "
+            "zero_quantized_weights and zero_quantized_gradients off"
+        )
+    return chosen
+
+
+def _limit(config: ZeroConfig, bits: int) -> float:
+    limit = config.quantized_error_limit
+    return {8: 0.05, 4: 0.25}[bits] if limit == "auto" else float(limit)
 
 
 def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Placements:

@@ -16,6 +16,7 @@ from hf_zero.core.heap import heap
 from hf_zero.core.homes import Homes
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
+from hf_zero.core.node_slice import NodeSlice, drop_from
 from hf_zero.core.placement import MOVES, Extent, Move, Placement, Placements
 from hf_zero.core.resting import Resting
 
@@ -30,9 +31,8 @@ class FlatBuffer:
     At rest a rank keeps `[begin, end)` of the range (`resting`): in fp32 masters where the parameters are trained, in
     slices where they are frozen and sharded, and nowhere but in `unsharded` where they are frozen and replicated.
 
-    [Note: node slice] Where parameters are sharded over each node, and their masters over all nodes, a rank also
-    keeps `node_slice`: its share of the node's weights in their own dtype, of which `[begin, end)` is a part. Gathers
-    take it from there and stay inside the node; `refresh` brings it up to date after a step.
+    Where parameters are sharded over each node, and their masters over all nodes, a rank also keeps its share of the
+    node's weights (`node_slice`).
 
     The constructor only lays out; `distribute` takes the values over, on all ranks.
     """
@@ -57,7 +57,7 @@ class FlatBuffer:
         self.sharded = placements.parameter is Placement.SHARDED
         self.at_rest = placements.at_rest(trainable)  # how the exact values are placed
         self.layout = FlatLayout(
-            [p.shape for p in params], mesh.topology.shards, max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            [p.shape for p in params], mesh.topology.shards, max(mesh.block, ALIGNMENT_BYTES // dtype.itemsize)
         )
         by_node = self.sharded and mesh.column is not None
         assert not by_node or placements.parameter_extent is Extent.NODE, "gathers have one hop"
@@ -66,8 +66,8 @@ class FlatBuffer:
         if self.owns_slice:
             own = self.layout.slice_bounds(mesh.topology.slice_of(mesh.topology.rank))
             self.begin, self.end = node if by_node and not trainable else own
-        self.node_bounds = node if by_node else None  # of this rank's share of sharded parameters, if not [begin, end)
-        self.node_slice: Tensor | None = None
+        self._by_node = by_node
+        self.node_slice: NodeSlice | None = None
         # Gradients that have come as far as the node and no further.
         self.node_sum = NodeSum(node[1] - node[0]) if mesh.hops > 1 and self.owns_slice else None
         self.resting = Resting(
@@ -107,7 +107,7 @@ class FlatBuffer:
         freed = owned.nbytes
         del owned
         if self.node_slice is not None:
-            self.refresh().wait()
+            self.refresh(exact=True).wait()
         self._point_parameters()
         if self.sharded:
             self.release()
@@ -121,9 +121,8 @@ class FlatBuffer:
         return owned
 
     def _make_node_slice(self) -> None:
-        if self.trainable and self.node_bounds is not None:
-            low, high = self.node_bounds
-            self.node_slice = torch.empty(high - low, dtype=self.dtype, device=self.device)
+        if self.trainable and self._by_node:
+            self.node_slice = NodeSlice(self.layout, self.mesh, self.tag, self.dtype, self.device)
 
     def _followers(self) -> Tensor | None:
         """Where masters that are not near the device have their copies, if these are not their own."""
@@ -134,8 +133,7 @@ class FlatBuffer:
         """[begin, end) of what stays when the buffer is released: the whole, or the node's slice."""
         if self.node_slice is None:
             return self.local_slice
-        at = self.begin - self.node_bounds[0]
-        return self.node_slice[at : at + self.end - self.begin]
+        return self.node_slice.own(self.begin, self.end)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
@@ -157,7 +155,7 @@ class FlatBuffer:
     def kept_weights(self) -> list[Tensor]:
         """What rests here of weights besides `unsharded` and masters."""
         slices = [shard.values for shard in self.resting.weights]
-        return slices if self.node_slice is None else [*slices, self.node_slice]
+        return slices if self.node_slice is None else [*slices, self.node_slice.values]
 
     @property
     def is_first_owner(self) -> bool:
@@ -166,7 +164,7 @@ class FlatBuffer:
         replica, node, _ = topology.place_of(topology.rank)
         if not self.owns_slice:
             return topology.rank == 0
-        return replica == 0 and (node == 0 or self.trainable or self.node_bounds is None)
+        return replica == 0 and (node == 0 or self.trainable or not self._by_node)
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -236,7 +234,7 @@ class FlatBuffer:
         self._make_node_slice()
         if self.node_slice is not None:
             self._copy_exact(self._kept_slice)
-            self.mesh.refresh(self.node_slice, self.tag).wait()
+            self.mesh.refresh(self.node_slice.values, self.tag).wait()
         self.resting.recast()
 
     def detach_parameters(self) -> None:
@@ -277,11 +275,13 @@ class FlatBuffer:
         if not self.layout.padded_numel:  # nothing but parameters of no elements
             return Work()
         if self.node_slice is not None:
-            low, high = self.node_bounds
-            self.unsharded[low:high].copy_(self.node_slice)
-            return self.mesh.gather(self.unsharded, self.tag, [self.node_slice])
+            kept = self.node_slice.values
+            self.unsharded[self.node_slice.begin : self.node_slice.end].copy_(kept)
+            return self.mesh.gather(self.unsharded, self.tag, [kept])
         self.resting.settle()
         rest = self.resting.cast_into(self.local_slice)
+        if self._sent_quantised:
+            return self.mesh.gather_quantised(self.unsharded, self.tag)
         # A replicated buffer keeps what it has sent: whoever changes it settles first.
         return self._send(rest if self.sharded else [self.local_slice])
 
@@ -291,27 +291,35 @@ class FlatBuffer:
             return move(self.unsharded, self.tag, kept)
         return Work()
 
+    @property
+    def _sent_quantised(self) -> bool:
+        """Whether gathers bring weights that are not quite those at rest."""
+        weights = self.mesh.weights
+        return self.sharded and self.trainable and not self._by_node and weights is not None and bool(weights.codec)
+
     def restore(self) -> None:
         """Make all of `unsharded` anew from what is at rest, whatever was written to it; a collective."""
-        if self.node_slice is not None:
+        if self.node_slice is not None or self._sent_quantised:
             self.gather().wait()
         else:
             self._copy_exact(self.local_slice)
             self._send(()).wait()
         self.mesh.fence(self.tag)
 
-    def refresh(self) -> Work:
+    def refresh(self, *, exact: bool = False) -> Work:
         """After a step: bring up to date what this rank keeps of trained weights outside of the masters, if anything.
 
-        That is all of them where they are replicated, and the node's slice where there is one.
+        That is all of them where they are replicated, and the node's slice where there is one (see `NodeSlice`).
         """
         if not self.trainable or not self.layout.padded_numel:
             return Work()
         if self.node_slice is None:
             return Work() if self.sharded else self.gather()
         self.resting.settle()
+        if not exact and self.mesh.weights is not None and self.mesh.weights.codec is not None:
+            return self.node_slice.send_changes(self.exact(), self._kept_slice)
         self.resting.cast_into(self._kept_slice)
-        return self.mesh.refresh(self.node_slice, self.tag)
+        return self.mesh.refresh(self.node_slice.values, self.tag)
 
     def gather_flat(self, values: Iterable[tuple[MasterShard, Tensor | None]], dtype: torch.dtype) -> list[Tensor]:
         """Whole tensors, one per parameter, of what every rank holds by shards (None: zeros); a collective.
@@ -364,11 +372,8 @@ class FlatBuffer:
         assert self.node_sum is not None
         if len(indices) == len(self.params):
             self.node_sum.values = None
-        elif self.node_sum.values is not None:
-            low, high = node_bounds(self.layout, self.mesh.topology)
-            for span in self.layout.spans(low, high):
-                if span.index in indices:
-                    self.node_sum.values[span.offset : span.offset + span.numel] = 0
+        else:
+            drop_from(self.node_sum, self.layout, self.mesh.topology, indices)
 
     # -- writes from outside --------------------------------------------------------------------------------------
 
@@ -390,10 +395,21 @@ class FlatBuffer:
         own = self.local_slice
         self.mesh.fence(self.tag)
         with torch.no_grad():
+            sent = None if self.mesh.weights is None else self._as_sent()
             for start, stop, values in self.exact(write=True):
                 seen = own[start:stop]
                 kept = values.to(seen.device)
-                values.copy_(torch.where(seen != kept.to(seen.dtype), seen.to(kept.dtype), kept))
+                before = kept.to(seen.dtype) if sent is None else sent[start:stop]
+                values.copy_(torch.where(seen != before, seen.to(kept.dtype), kept))
             if self.node_slice is not None:
-                low, high = self.node_bounds
-                self.node_slice.copy_(self.unsharded[low:high])
+                self.node_slice.values.copy_(self.unsharded[self.node_slice.begin : self.node_slice.end])
+
+    def _as_sent(self) -> Tensor:
+        """Elements [begin, end) as gathers bring them, when nobody has written to them."""
+        if self.node_slice is not None:
+            return self.node_slice.own(self.begin, self.end)
+        own = torch.zeros_like(self.local_slice)
+        self.resting.cast_into(own)
+        if self._sent_quantised:
+            self.mesh.quantise(own)
+        return own

@@ -26,10 +26,17 @@ def _squares_of_rows(flat: Tensor) -> Tensor:
 
 
 def global_norm(
-    masters: Iterable[Tensor], comm: Communicator, sharded: bool, norm_type: float = 2.0, *, device: torch.device
+    masters: Iterable[Tensor],
+    comm: Communicator,
+    sharded: bool,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """The norm of all gradients (fp32 scalar on `device`): one pass over this rank's part, one scalar all-reduce.
 
+    `beside` (fp64, on `device`) is added up over ranks too, in place, by the same all-reduce.
     Supports the 2-norm and the infinity norm; nan on any rank is nan on all. Raises ValueError for other norms.
     """
     grads = [master.grad for master in masters if master.grad is not None and master.numel()]
@@ -43,8 +50,15 @@ def global_norm(
         total = torch.cat(squares).sum() if squares else total
     else:
         raise ValueError(f"norm_type={norm_type} is not supported over shards: use 2.0 or inf")
+    if norm_type == 2.0 and sharded:
+        together = comm.all_reduce_scalars(total.view(1) if beside is None else torch.cat([total.view(1), beside]))
+        if beside is not None:
+            beside.copy_(together[1:])
+        return together[0].sqrt().float()
+    if beside is not None:
+        comm.all_reduce_scalars(beside)
     if norm_type == 2.0:
-        return (comm.all_reduce_scalars(total) if sharded else total).sqrt().float()
+        return total.sqrt().float()
     return (_largest(total, comm) if sharded else total).float()
 
 

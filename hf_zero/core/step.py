@@ -44,6 +44,8 @@ class StepControl:
     ) -> None:
         self.comm, self.shards, self.device = mesh.world, mesh.shards, device
         self.sharded, self.scaler = sharded, scaler
+        self._meter = mesh.meter
+        self._measured: Tensor | None = None  # errors of quantised messages in this step
         self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
         self.skipped = False
         self.first_bad: str | None = None
@@ -59,7 +61,9 @@ class StepControl:
 
     def measure(self, masters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm over all ranks' gradients; a collective."""
-        norm = grad_norm.global_norm(masters, self.shards, self.sharded, norm_type, device=self.device)
+        beside = self._meter.take(self.device) if self._meter.kinds and self._measured is None else None
+        norm = grad_norm.global_norm(masters, self.shards, self.sharded, norm_type, device=self.device, beside=beside)
+        self._measured = self._measured if beside is None else beside
         self.norm = norm
         return norm
 
@@ -71,6 +75,8 @@ class StepControl:
     def _decide(self, masters: list[Tensor], gradients: list[GradientBuffer]) -> None:
         self._decided = True
         self._steps += 1
+        if self._meter.kinds and self._measured is None:
+            self.measure(masters)
         if self.checks:
             norm = self.measure(masters) if self.norm is None else self.norm
             self.skipped = not math.isfinite(norm.item())
@@ -101,6 +107,12 @@ class StepControl:
                 f"{self._steps}) because {where} was{scale}. Lower the learning rate, look at the data of these "
                 f"steps{other} (max_consecutive_skips sets this limit)"
             )
+
+    def end_step(self) -> None:
+        """A step was made: judge what was measured in it. No message is under way, and none is made of the weights."""
+        if self._measured is not None:
+            self._meter.end_step(self._measured)
+            self._measured = None
 
 
 def skipped_params(shards: Iterable[MasterShard], gradients: list[GradientBuffer]) -> dict[MasterShard, SkippedParams]:

@@ -136,11 +136,11 @@ class Unit:
         self.state = UnitState.RESTING
         guard.lock(self.params)
 
-    def begin_refresh(self) -> None:
+    def begin_refresh(self, *, exact: bool = False) -> None:
         """After an optimizer step: start bringing up to date what is kept of trained weights besides their masters."""
         if self.sharded:
             self.finish_refresh()
-            self._refreshing = [buffer.refresh() for buffer in self.buffers if buffer.node_slice is not None]
+            self._refreshing = [b.refresh(exact=exact) for b in self.buffers if b.node_slice is not None]
             return
         self.unshard()
         buffers = [buffer for buffer in self.buffers if buffer.trainable]

@@ -27,6 +27,7 @@ def save_engine(
     sums = training_state.save_state(
         folder, engine.buffers, engine.bindings, engine.comm, name, is_main, stored, extra, later
     )
+    engine.anchor()
     return {name: sums}
 
 

@@ -48,6 +48,7 @@ FAR_AHEAD = {
     "stage3_max_reuse_distance": 600,
     "stage3_param_persistence_threshold": 10,
 }
+QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 VARIANTS = {
     "plain": Variant(),
     "divergence": Variant((diverge,)),
@@ -65,6 +66,7 @@ VARIANTS = {
     "sums_on_nodes": Variant(
         (diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, "no_sync": "node"}, ranks=4
     ),
+    "quantised": Variant((diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, **QUANTISED}, ranks=4),
     "replicas": Variant((diverge,), accumulation=2, config={"mics_shard_size": 2, "transport": "messages"}, ranks=4),
     "messages": Variant((diverge,), accumulation=2, config={"transport": "messages"}),
     "reads": Variant((diverge,), accumulation=2, config={"transport": "reads"}),
@@ -90,7 +92,10 @@ EXPOSED = {"spanning": 3, "spanning_reentrant": 3}
 
 def _cases():
     for name, variant, stage in itertools.product([*NETWORKS, *FAMILIES, *ADAPTED], VARIANTS, STAGES):
-        if name not in IMPOSSIBLE.get(variant, ()) and not (name in WITHOUT_LAYERS and VARIANTS[variant].changes):
+        refused = variant == "quantised" and stage == 0
+        if name in IMPOSSIBLE.get(variant, ()) or (name in WITHOUT_LAYERS and VARIANTS[variant].changes):
+            continue
+        if not refused:
             yield name, variant, stage
 
 
@@ -100,7 +105,8 @@ def _sample():
     draw = random.Random(12)
     chosen = {case for case in cases if case[1:] == ("plain", 3)}
     for variant, stage in itertools.product(VARIANTS, STAGES):
-        chosen |= set(draw.sample([case for case in cases if case[1:] == (variant, stage)], 2 if stage == 3 else 1))
+        fitting = [case for case in cases if case[1:] == (variant, stage)]
+        chosen |= set(draw.sample(fitting, min(len(fitting), 2 if stage == 3 else 1)))
     return sorted(chosen)
 
 
