@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from hf_zero.comm.codec import Codec
 from hf_zero.comm.peer_memory import PeerMemory
+from hf_zero.comm.sums import DecodedSum, RankOrderSum
 from hf_zero.comm.traffic import Traffic
 from hf_zero.comm.transport import Transport
 from hf_zero.comm.transport.alone import Alone
@@ -24,7 +23,7 @@ from hf_zero.comm.transport.messages import Messages
 from hf_zero.comm.transport.nccl import Nccl
 from hf_zero.comm.transport.reads import Reads
 from hf_zero.comm.watchdog import Watchdog
-from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work, wide
+from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work
 from hf_zero.errors import ZeroRuntimeError
 
 
@@ -236,7 +235,7 @@ class Communicator:
             codec.encode(values, payload)
         watch(codec, slices[0], payloads[:nbytes])
         self._count("reduce_scatter", nbytes)
-        total = _DecodedSum(codec, slices[0].numel(), self.world_size, on_chunk)
+        total = DecodedSum(codec, slices[0].numel(), self.world_size, on_chunk)
         return self._work(self._transport.exchange([payloads], nbytes, tag, total), "reduce-scatter", tag)
 
     def reduce_scatter(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
@@ -251,7 +250,7 @@ class Communicator:
         if not self.deterministic and transport.sums(parts[0].dtype):
             landing = self._own_reduce_scatter(parts[0], numel, on_chunk, tag)
         else:
-            landing = transport.exchange(parts, numel, tag, _RankOrderSum(self.world_size, on_chunk))
+            landing = transport.exchange(parts, numel, tag, RankOrderSum(self.world_size, on_chunk))
         work = self._work(landing, "reduce-scatter", tag)
         if not transport.overlaps:
             work.wait()
@@ -357,22 +356,6 @@ class Communicator:
         return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
 
 
-class _DecodedSum:
-    """The same for payloads of a codec, which come whole."""
-
-    def __init__(self, codec: Codec, numel: int, size: int, on_chunk: OnChunk) -> None:
-        self._codec, self._numel, self._last, self._on_chunk = codec, numel, size - 1, on_chunk
-        self._total: Tensor | None = None
-
-    def __call__(self, source: int, at: int, payload: Tensor) -> None:
-        assert at == 0 and payload.numel() == self._codec.nbytes(self._numel)
-        if self._total is None:
-            self._total = torch.empty(self._numel, dtype=torch.float32, device=payload.device)
-        self._codec.decode(payload, self._total, add=source > 0)
-        if source == self._last:
-            self._on_chunk(0, self._total)
-
-
 def _connect_memory(transport: Transport) -> Transport:
     """For ranks of one machine: the same, by reading each other's memory; as it is where the system forbids that."""
     if isinstance(transport, Counting):
@@ -380,52 +363,3 @@ def _connect_memory(transport: Transport) -> Transport:
     assert isinstance(transport, Messages)
     peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
     return transport if peers is None else Reads(transport, peers)
-
-
-class _RankOrderSum:
-    """Adds up what ranks hand over, chunk by chunk and in rank order, in fp32 at least."""
-
-    def __init__(self, size: int, on_chunk: OnChunk) -> None:
-        self._last, self._on_chunk = size - 1, on_chunk
-        self._total: Tensor | None = None
-
-    def __call__(self, source: int, at: int, values: Tensor) -> None:
-        if self._total is None:
-            self._total = values.to(wide(values.dtype))
-        else:
-            self._total.add_(values)
-        if source == self._last:
-            total, self._total = self._total, None
-            self._on_chunk(at, total)
-
-
-def place_in(group: dist.ProcessGroup | None) -> tuple[int, int, set[int]]:
-    """(number of ranks, this rank, numbers of ranks on their machines, if known) of a process group; a collective."""
-    if not dist.is_initialized():
-        return 1, 0, set()
-    size = dist.get_world_size(group)
-    machines: list[int] = [0] * size
-    dist.all_gather_object(machines, int(os.environ.get("LOCAL_WORLD_SIZE", 0)), group=group)
-    return size, dist.get_rank(group), set(machines) - {0}
-
-
-def join(backend: str, store: Path, rank: int, world_size: int) -> None:
-    """Make this process a rank of a new default group, whose ranks meet in a file."""
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-
-
-def join_launched(backend: str) -> None:
-    """Make this process a rank of the default group that its launcher describes in the environment."""
-    dist.init_process_group(backend)
-
-
-def store_of_ranks(timeout: timedelta) -> dist.Store:
-    """A key-value store that all ranks reach: torchrun's own, which outlives ranks, else the process group's.
-
-    Raises ValueError where there is neither, and RuntimeError where it cannot be reached within `timeout`.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return dist.distributed_c10d._get_default_store()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)

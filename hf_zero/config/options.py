@@ -15,12 +15,9 @@ from hf_zero.config.origin import Origin
 
 Auto = str  # the literal "auto"; readable type hints below
 Size = int | str  # a count of elements, or a byte size such as "25MB"
-
 OPTIMIZER_TYPES = ("AdamW", "Adam", "SGD")
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-
-_STAGE3 = ("zero_stage", 3)
-_FP16 = ("mixed_precision", "fp16")
+_STAGE3, _FP16 = ("zero_stage", 3), ("mixed_precision", "fp16")
 _OFFLOADED = ("offload_optimizer_device", ("cpu", "nvme"))
 
 
@@ -163,7 +160,7 @@ class Options:
     )
     node_size: int | Auto = option(
         values.AUTO,
-        "ranks on one machine, which decides what counts as traffic between nodes; auto for LOCAL_WORLD_SIZE",
+        "ranks on one machine, for what counts as traffic between nodes; auto: LOCAL_WORLD_SIZE",
         whole(1, auto=True),
         own=True,
     )
@@ -175,10 +172,7 @@ class Options:
         needs=_STAGE3,
     )
     zero_quantized_gradients: bool = option(
-        False,
-        "send gradients in quantized_gradient_bits (between nodes, where there are several); sums are in fp32",
-        switch(),
-        zero="zero_quantized_gradients",
+        False, "send gradients in quantized_gradient_bits; sums are in fp32", switch(), zero="zero_quantized_gradients"
     )
     quantized_gradient_bits: int = option(
         8, "bits of quantised gradients; 4 with a rotation that spreads outliers", one_of(8, 4), own=True

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.comm.communicator import Communicator, place_in
+from hf_zero.comm.communicator import Communicator
 from hf_zero.comm.mesh import Mesh
+from hf_zero.comm.process_groups import place_in
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard

@@ -373,10 +373,7 @@ class ZeroEngine:
         self.mesh.fence()
 
     def anchor(self) -> None:
-        """Make weights that quantised differences have kept up to date those of the masters, as after a resume.
-
-        A collective; nothing to do where weights are sent as they are.
-        """
+        """Make what follows masters by quantised differences equal to them, as after a resume; a collective."""
         if self.mesh.weights is not None and self.mesh.column is not None:
             self.before_load()
             self.after_load()

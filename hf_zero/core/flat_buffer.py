@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.mesh import Mesh, NodeSum
-from hf_zero.comm.work import UNTAGGED, Route, Tag, Work
+from hf_zero.comm.mesh import Mesh
+from hf_zero.comm.work import UNTAGGED, Tag, Work
 from hf_zero.core import deferred, guard
 from hf_zero.core.extents import node_bounds
+from hf_zero.core.gradient_route import GradientRoute
 from hf_zero.core.heap import heap
 from hf_zero.core.homes import Homes
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
-from hf_zero.core.node_slice import NodeSlice, drop_from
+from hf_zero.core.node_slice import NodeSlice
 from hf_zero.core.placement import MOVES, Extent, Move, Placement, Placements
 from hf_zero.core.resting import Resting
 
@@ -68,11 +68,10 @@ class FlatBuffer:
             self.begin, self.end = node if by_node and not trainable else own
         self._by_node = by_node
         self.node_slice: NodeSlice | None = None
-        # Gradients that have come as far as the node and no further.
-        self.node_sum = NodeSum(node[1] - node[0]) if mesh.hops > 1 and self.owns_slice else None
         self.resting = Resting(
             self.layout, self.begin, self.end, homes, followers=self._followers, dtype=lambda: self.dtype
         )
+        self.gradient_route = GradientRoute(self.layout, mesh, tag, self.at_rest, self.resting.add_grads)
         self._rest_dtype = rest_dtype or dtype
         self._versions: list[int] = []
         self.original_dtype = params[0].dtype
@@ -338,42 +337,6 @@ class FlatBuffer:
                 own[shard.start : shard.stop] = value
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
             self.mesh.gather_all(flat, self.tag, ()).wait()
-
-    @property
-    def reduces_parts(self) -> bool:
-        """Whether `reduce` takes gradients from where they are (else one flat tensor)."""
-        scatters = MOVES[Placement.PARTIAL, self.at_rest] is Move.REDUCE_SCATTER
-        return self.mesh.takes_parts and (scatters or not self.comm.shares)
-
-    def reduce(self, parts: Sequence[Tensor], scale: float, *, to_owner: bool = True) -> Work:
-        """Add `scale` times the mean over ranks to the gradients of the masters, once it is waited for.
-
-        `parts` are unreduced gradients, flat and end to end as the parameters are in `unsharded`. Without `to_owner`
-        they go as far as the node, where they are kept for the next time.
-        """
-        if not self.layout.padded_numel:
-            return Work()
-        take = functools.partial(self.resting.add_grads, scale / self.comm.world_size)
-        if MOVES[Placement.PARTIAL, self.at_rest] is not Move.REDUCE_SCATTER:
-            return self.mesh.reduce(parts, take, self.tag)
-        if self.node_sum is None:
-            return self.mesh.scatter(parts, take, self.tag)
-        inside = self.mesh.scatter(parts, self.node_sum.add, self.tag)
-        return Route(inside, functools.partial(self.reduce_on, scale)) if to_owner else inside
-
-    def reduce_on(self, scale: float) -> Work:
-        """As `reduce`, with the sums that were kept on the node."""
-        take = functools.partial(self.resting.add_grads, scale / self.comm.world_size)
-        assert self.node_sum is not None
-        return self.mesh.scatter_on(self.node_sum.take(), take, self.tag)
-
-    def drop_sums_on_node(self, indices: Collection[int]) -> None:
-        """Forget those of some parameters."""
-        assert self.node_sum is not None
-        if len(indices) == len(self.params):
-            self.node_sum.values = None
-        else:
-            drop_from(self.node_sum, self.layout, self.mesh.topology, indices)
 
     # -- writes from outside --------------------------------------------------------------------------------------
 

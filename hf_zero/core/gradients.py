@@ -20,17 +20,18 @@ from hf_zero.errors import ZeroAccessError, ZeroRuntimeError
 class GradientBuffer:
     """Collects the gradients of a trainable buffer's parameters and reduces them over ranks.
 
-    Where a reduction reads from many places (`FlatBuffer.reduces_parts`), gradients stay where autograd has left them.
-    Elsewhere they are copied into one flat tensor (laid out as the parameters, in `reduce_dtype`) as they arrive, so
-    that each parameter's own gradient lives only for a moment. Sums outlive a backward pass where micro-batches
-    accumulate locally.
+    Where a reduction reads from many places (`GradientRoute.takes_parts`), gradients stay where autograd has left
+    them. Elsewhere they are copied into one flat tensor (laid out as the parameters, in `reduce_dtype`) as they
+    arrive, so that each parameter's own gradient lives only for a moment. Sums outlive a backward pass where
+    micro-batches accumulate locally.
     """
 
     def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype, scaler: LossScaler | None = None) -> None:
         self.buffer, self.scaler = buffer, scaler
         # An fp64 model keeps its precision; everything else is reduced as configured.
         self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
-        self._in_place = buffer.reduces_parts
+        self._route = buffer.gradient_route
+        self._in_place = self._route.takes_parts
         self._flat: Tensor | None = None
         self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
         self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
@@ -48,7 +49,7 @@ class GradientBuffer:
     @property
     def held(self) -> list[Tensor]:
         """The tensors that hold what is collected."""
-        node_sum = self.buffer.node_sum
+        node_sum = self._route.node_sum
         on_node = [] if node_sum is None or node_sum.values is None else [node_sum.values]
         return [*(self._sums.values() if self._flat is None else [self._flat]), *on_node]
 
@@ -104,22 +105,22 @@ class GradientBuffer:
         self.outdate_whole()
         if self.unreduced:
             self.present |= self._all
-            self._work = self.buffer.reduce(self._parts(), self._unscale, to_owner=to_owner)
+            self._work = self._route.reduce(self._parts(), self._unscale, to_owner=to_owner)
             self.drop()
         elif to_owner and self.is_on_node:
-            self._work = self.buffer.reduce_on(self._unscale)
+            self._work = self._route.go_on(self._unscale)
 
     @property
     def is_on_node(self) -> bool:
         """Whether sums have come as far as the node and go no further by themselves; the same on every rank."""
-        node_sum = self.buffer.node_sum
+        node_sum = self._route.node_sum
         return node_sum is not None and node_sum.values is not None and not self.is_reducing
 
     def _bring_in(self) -> None:
         """Bring what was kept on the node to the masters; a collective."""
         self.finish_reduce()
         if self.is_on_node:
-            self.buffer.reduce_on(self._unscale).wait()
+            self._route.go_on(self._unscale).wait()
 
     @property
     def is_awaited(self) -> bool:
@@ -297,8 +298,8 @@ class GradientBuffer:
         dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
         for index in dropped:
             self._sums.pop(index, None)
-        if self.buffer.node_sum is not None:
-            self.buffer.drop_sums_on_node(dropped)
+        if self._route.node_sum is not None:
+            self._route.drop(dropped)
         self.used -= dropped
         self.present -= dropped
         self.unreduced -= dropped
@@ -310,8 +311,8 @@ class GradientBuffer:
     def forget(self) -> None:
         """Leave the parameters as if they had got no gradient since the last step."""
         self.drop()
-        if self.buffer.node_sum is not None:
-            self.buffer.node_sum.values = None
+        if self._route.node_sum is not None:
+            self._route.drop(self._all)
         self.used.clear()
         self.present.clear()
         self._outdated.clear()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.mesh import Mesh, NodeSum
-from hf_zero.comm.topology import Topology
+from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import Tag, Work
 from hf_zero.core.extents import node_bounds
 from hf_zero.core.layout import FlatLayout
@@ -17,9 +16,9 @@ from hf_zero.core.layout import FlatLayout
 class NodeSlice:
     """This rank's share of the weights that its node keeps, in the dtype that they are computed in.
 
-    Gathers take it from here and stay inside the node. Each owner's part follows its masters after a step.
-    With quantised weights the difference is sent (`send_changes`), so that the error of one step is in the difference of the next, and
-    all nodes keep the same bits: what they had before, and what they add, are the same everywhere.
+    Gathers take it from here and stay inside the node. Each owner's part follows its masters after a step. With
+    quantised weights the difference is sent (`send_changes`), so that the error of one step is in the difference of
+    the next, and all nodes keep the same bits: what they had before, and what they add, are the same everywhere.
 
     Attributes:
         values: flat; elements [begin, end) of the buffer.
@@ -46,12 +45,3 @@ class NodeSlice:
                 changes[start:stop] = values
             changes.sub_(own)
         return self._mesh.refresh_by(changes, self.values, self._tag)
-
-
-def drop_from(node_sum: NodeSum, layout: FlatLayout, topology: Topology, indices: Collection[int]) -> None:
-    """Forget the sums of some parameters that have come as far as the node."""
-    if node_sum.values is None:
-        return
-    for span in layout.spans(*node_bounds(layout, topology)):
-        if span.index in indices:
-            node_sum.values[span.offset : span.offset + span.numel] = 0

@@ -19,7 +19,7 @@ class Reductions:
 
     def __init__(self, units: Iterable[Unit], *, overlap: bool) -> None:
         self._queue = [(unit, gradient) for unit in reversed(list(units)) for gradient in unit.gradients]
-        self._in_hops = any(gradient.buffer.node_sum is not None for _, gradient in self._queue)
+        self._in_hops = any(gradient.buffer.gradient_route.node_sum is not None for _, gradient in self._queue)
         self._next = 0  # how many of `_queue` were begun in this backward pass
         self._under_way: deque[GradientBuffer] = deque()
         self._numel = 0  # of what is under way

@@ -101,8 +101,7 @@ def _print_once(text: str, topic: str) -> None:
 
 
 def _store():
-    from hf_zero.comm.communicator import (
-        store_of_ranks,  # imports torch, which a rank that fails early may not have done
-    )
+    # Imports torch, which a rank that fails early may not have done.
+    from hf_zero.comm.process_groups import store_of_ranks
 
     return store_of_ranks(timedelta(seconds=_PRINT_S))

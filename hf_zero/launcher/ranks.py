@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.communicator import join_launched
+from hf_zero.comm.process_groups import join_launched
 from hf_zero.errors import ZeroLaunchError
 from hf_zero.launcher.environment import USE_CPU, has_accelerator, prepare_rank_environment
 

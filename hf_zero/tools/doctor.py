@@ -234,7 +234,8 @@ def _one_rank(rank: int, world_size: int) -> int:
     """One rank of the self-test: every move that the engine makes, checked."""
     import torch
 
-    from hf_zero.comm.communicator import Communicator, join
+    from hf_zero.comm.communicator import Communicator
+    from hf_zero.comm.process_groups import join
 
     on_gpu = torch.cuda.device_count() >= world_size
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")

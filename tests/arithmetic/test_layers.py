@@ -35,13 +35,13 @@ LAYERS = {
 
 # Inside these packages the same holds for files: a file imports only from rungs before its own.
 LADDERS = {
-    "comm": """topology watchdog peer_memory codec | meter | traffic work | transport | transport.alone
-        transport.group | transport.nccl transport.messages | transport.reads | transport.counting | communicator |
-        mesh""",
+    "comm": """topology watchdog peer_memory codec process_groups | meter | traffic work | sums | transport |
+        transport.alone transport.group | transport.nccl transport.messages | transport.reads | transport.counting |
+        communicator | mesh""",
     "core": """placement direct_file layout guard heap hooks outputs loss_scale twins partition precision
-        buffers | extents disk_home deferred grad_norm elementwise | homes | node_slice | master | resting |
-        flat_buffer | whole_gradients | gradients | unit optimizer step | optimizer_set stepping | order reductions |
-        schedule | build | prepared structure | engine""",
+        buffers | extents disk_home deferred grad_norm elementwise | homes | gradient_route node_slice | master |
+        resting | flat_buffer | whole_gradients | gradients | unit optimizer step | optimizer_set stepping |
+        order reductions | schedule | build | prepared structure | engine""",
 }
 
 # What files outside of comm/ may take from torch.distributed: questions and types, nothing that moves data.

@@ -1,0 +1,41 @@
+"""Process groups of torch: how a process becomes a rank, and what its launcher says about its place."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int, set[int]]:
+    """(number of ranks, this rank, numbers of ranks on their machines, if known) of a process group; a collective."""
+    if not dist.is_initialized():
+        return 1, 0, set()
+    size = dist.get_world_size(group)
+    machines: list[int] = [0] * size
+    dist.all_gather_object(machines, int(os.environ.get("LOCAL_WORLD_SIZE", 0)), group=group)
+    return size, dist.get_rank(group), set(machines) - {0}
+
+
+def join(backend: str, store: Path, rank: int, world_size: int) -> None:
+    """Make this process a rank of a new default group, whose ranks meet in a file."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def join_launched(backend: str) -> None:
+    """Make this process a rank of the default group that its launcher describes in the environment."""
+    dist.init_process_group(backend)
+
+
+def store_of_ranks(timeout: timedelta) -> dist.Store:
+    """A key-value store that all ranks reach: torchrun's own, which outlives ranks, else the process group's.
+
+    Raises ValueError where there is neither, and RuntimeError where it cannot be reached within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return dist.distributed_c10d._get_default_store()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
