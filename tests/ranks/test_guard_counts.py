@@ -25,10 +25,10 @@ LAYERS = 4
 # Calls of hf_zero's Python functions, at most: for a step, for each layer of 9 parameters, for each further parameter.
 # Whoever adds work in steady state has to raise a number here; whoever removes some lowers it.
 CALLS = {
-    0: (398, 147, 4),
-    1: (442, 167, 4),
-    2: (442, 167, 4),
-    3: (502, 225, 4),
+    0: (495, 183, 4),
+    1: (543, 205, 4),
+    2: (543, 205, 4),
+    3: (587, 265, 4),
 }
 
 
