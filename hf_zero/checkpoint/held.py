@@ -39,12 +39,13 @@ def held(
     *,
     write: bool = False,
     closed: bool = False,
+    in_memory: bool | None = None,
 ) -> Iterator[Held]:
     """All that this rank holds, or of `names` only; of tied weights, the first name.
 
     `within` gives the elements of a flat buffer that are asked for (None: none). What modules have in buffers of their
     own comes with the shape that it has. Values are valid until the next are asked for; with `write`, what is left in
-    them is kept. `closed` ones have shapes only.
+    them is kept. `closed` ones have shapes only. `in_memory` chooses what rests in memory, or what does not.
     """
     logical = logical_state(model)
     firsts = {id(tensor): name for name, tensor in reversed(logical.items())}
@@ -54,11 +55,13 @@ def held(
             bounds = within(buffer) if any(id(param) in firsts for param in buffer.params) else None
             if bounds is None:
                 continue
-            for index, start, values in _spans(buffer, *bounds, buffer.exact(write=write, closed=closed)):
+            for index, start, values in _spans(
+                buffer, *bounds, buffer.exact(write=write, closed=closed, in_memory=in_memory)
+            ):
                 name = firsts.get(id(buffer.params[index]))
                 if name is not None:
                     yield name, start, values, buffer
-    for name, tensor in logical.items():
+    for name, tensor in logical.items() if in_memory is not False else ():
         if firsts.get(id(tensor)) == name and not guard.is_prepared(tensor):
             yield name, 0, tensor.detach(), None
 

@@ -99,8 +99,8 @@ def stage_weights(
     for unit in units_of(model):
         unit.adopt_writes()
 
-    def parts(closed: bool) -> Iterator[Part]:
-        for name, start, values in _owned(model, comm, closed=closed):
+    def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
+        for name, start, values in _owned(model, comm, closed=closed, in_memory=in_memory):
             yield from plan.parts_of(name, start, values)
 
     staged = stage(Path(folder), plan.files, parts, comm, is_main, later, lambda: _computed_parts(model, plan, comm))
@@ -108,10 +108,15 @@ def stage_weights(
 
 
 def _owned(
-    model: nn.Module, comm: Communicator, names: Container[str] | None = None, *, closed: bool
+    model: nn.Module,
+    comm: Communicator,
+    names: Container[str] | None = None,
+    *,
+    closed: bool,
+    in_memory: bool | None,
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(name, first element, values) of what this rank writes; module buffers, the same everywhere, are rank 0's."""
-    for name, start, values, buffer in held(model, own_slice, names, closed=closed):
+    for name, start, values, buffer in held(model, own_slice, names, closed=closed, in_memory=in_memory):
         if buffer is not None or comm.rank == 0:
             yield name, start, values.reshape(-1)
 
@@ -128,8 +133,10 @@ def _computed_parts(model: nn.Module, plan: SavePlan, comm: Communicator) -> Ite
         dtypes = {name: plan.files[plan.home[t]].tensors[t][0] for t in tensors for name in sources}
         whole = {name: torch.empty(logical[name].shape, dtype=dtypes[name]) for name in sorted(sources)}
 
-        def mine(closed: bool, sources: frozenset[str] = sources) -> Iterator[Part]:
-            return (("", *part) for part in _owned(model, comm, sources, closed=closed))
+        def mine(
+            *, closed: bool = False, in_memory: bool | None = None, sources: frozenset[str] = sources
+        ) -> Iterator[Part]:
+            return (("", *part) for part in _owned(model, comm, sources, closed=closed, in_memory=in_memory))
 
         for _, name, start, values in broadcast_parts(mine, functools.partial(_dtype_in, dtypes), comm):
             whole[name].view(-1)[start : start + values.numel()] = values.cpu()

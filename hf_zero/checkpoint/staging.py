@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -23,9 +24,19 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.errors import ZeroCheckpointError, ZeroError
 
 
-# Gives this rank's parts, always the same; with True, the values have a shape only, and nothing is read for them.
-Parts = Callable[[bool], Iterable[Part]]
 Computed = Callable[[], Iterable[Part]]
+
+
+class Parts(Protocol):
+    """Gives this rank's parts, always the same ones."""
+
+    def __call__(self, *, closed: bool = False, in_memory: bool | None = None) -> Iterable[Part]:
+        """Values of `closed` parts have a shape only, and nothing is read for them.
+
+        `in_memory` chooses parts whose values rest in memory, or those whose values do not (None: all).
+        """
+
+
 _TEMPORARY = ".tmp"
 
 
@@ -114,6 +125,7 @@ class Staged:
     comm: Communicator
     writers: Writers
     kept: list[Part] | None = None  # copies of what this rank is to write
+    early: SliceWriter | None = None  # has written what is not to be copied to memory
     sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors, once they are written
 
     @property
@@ -148,29 +160,42 @@ class Staged:
             dtype = self.files[file].tensors[name][0]
             self.kept.append((file, name, start, values.detach().to(device="cpu", dtype=dtype, copy=True)))
 
+    def write_early(self, parts: Iterable[Part]) -> None:
+        """Write parts that would take memory if they were kept; `complete` writes all others."""
+        self.early = self._writer()
+        _fill(self.early, parts)
+
+    def _writer(self) -> SliceWriter:
+        return SliceWriter(self.files, {name: self._temporary(name) for name in self.files})
+
     def write(self, parts: Parts, computed: Computed = tuple) -> None:
         """Write this rank's parts into the files; a collective."""
-        writer = SliceWriter(self.files, {name: self._temporary(name) for name in self.files})
+        writer = self._writer()
         if self.writers.shared:
-            on_all_ranks(self.comm, lambda: _fill(writer, itertools.chain(parts(False), computed())))
+            on_all_ranks(self.comm, lambda: _fill(writer, itertools.chain(parts(), computed())))
         else:
             made = list(computed())
-            for given in (parts, lambda _closed: made):
+            for given in (parts, lambda **_: made):
                 for part in broadcast_parts(given, lambda file, name: self.files[file].tensors[name][0], self.comm):
                     if self.creates:
                         writer.put(*part)
             on_all_ranks(self.comm, writer.close)
+        sums = dict(writer.sums)
+        if self.early is not None:
+            writer.nbytes += self.early.nbytes
+            for name, value in self.early.sums.items():
+                sums[name] = combine(sums.get(name, 0), value)
         per_rank = self.comm.all_gather_object(writer.nbytes)
         _check_complete(self.files, per_rank, self.writers)
         counts = self.writers.shared or self.comm.rank == self.writers.creators[0]
-        self.sums = add_up(self.comm, writer.sums if counts else {})
+        self.sums = add_up(self.comm, sums if counts else {})
 
     def complete(self) -> None:
         """Write what was kept; a collective."""
         if self.kept is not None:
             try:
                 kept = self.kept
-                self.write(lambda closed: list(kept) if closed else _released(kept))
+                self.write(lambda *, closed=False, **_: list(kept) if closed else _released(kept))
             except BaseException:
                 self.discard()
                 raise
@@ -224,16 +249,17 @@ def stage(
     `computed` gives further parts, in the making of which all ranks take part by iterating.
 
     All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
-    parts travel to the ranks that create files, one buffer at a time. With `later` the parts are only copied, and
-    `commit`, which a thread is to call, writes them; parts that travel are written at once all the same. Raises
-    ZeroCheckpointError on all ranks, before the first byte, where their files are not the same.
+    parts travel to the ranks that create files, one buffer at a time. With `later` parts that rest in memory are only
+    copied, and `commit`, which a thread is to call, writes them; others, and those that travel, are written at once.
+    Raises ZeroCheckpointError on all ranks, before the first byte, where their files are not the same.
     """
     _check_same_files(files, comm)
     staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, comm, is_main))
     try:
         on_all_ranks(comm, staged.create)
         if later is not None and staged.writers.shared:
-            on_all_ranks(comm, lambda: staged.keep(itertools.chain(parts(False), computed())))
+            on_all_ranks(comm, lambda: staged.write_early(parts(in_memory=False)))
+            on_all_ranks(comm, lambda: staged.keep(itertools.chain(parts(in_memory=True), computed())))
         else:
             staged.write(parts, computed)
     except BaseException:
@@ -277,8 +303,8 @@ def _check_complete(files: Mapping[str, SlicedFile], per_rank: list[int], writer
 
 def broadcast_parts(parts: Parts, dtype_of: Callable[[str, str], torch.dtype], comm: Communicator) -> Iterator[Part]:
     """Yield the parts of all ranks on every rank, one buffer at a time; a collective."""
-    described = [(file, name, start, values.numel()) for file, name, start, values in parts(True)]
-    mine, device = iter(parts(False)), comm.device
+    described = [(file, name, start, values.numel()) for file, name, start, values in parts(closed=True)]
+    mine, device = iter(parts()), comm.device
     for rank, theirs in enumerate(comm.all_gather_object(described)):
         for file, name, start, numel in theirs:
             own = next(mine)[3].detach().reshape(-1) if rank == comm.rank else None

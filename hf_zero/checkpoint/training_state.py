@@ -74,8 +74,9 @@ def save_state(
     )
     file = SlicedFile(tensors, metadata)
 
-    def parts(closed: bool) -> Iterator[Part]:
-        for tensor, start, values in _parts(buffers, optimizers, comm, None if closed else "read"):
+    def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
+        access = None if closed else "read"
+        for tensor, start, values in _parts(buffers, optimizers, comm, access, in_memory):
             if tensor in tensors:
                 yield name, tensor, start, values
 
@@ -200,15 +201,17 @@ def _parts(
     optimizers: list[torch.optim.Optimizer],
     comm: Communicator | None,
     access: Literal["read", "write"] | None,
+    in_memory: bool | None = None,
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks.
 
-    Values are valid until the next are asked for; without `access` they have shapes only.
+    Values are valid until the next are asked for; without `access` they have shapes only. `in_memory` as in
+    `staging.Parts`.
     """
     for buffer in buffers:
         if comm is not None and not buffer.is_first_owner:
             continue  # the first of those that keep the same writes
-        for shard in buffer.master_shards:
+        for shard in (shard for shard in buffer.master_shards if in_memory in (None, shard.keeps_memory)):
             with contextlib.nullcontext() if access is None else shard.open(write=access == "write"):
                 for kind, flat in _states(shard, optimizers).items():
                     for span in shard.spans():

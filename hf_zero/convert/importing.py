@@ -83,13 +83,13 @@ def write(source: Source, model: nn.Module | None, config: Path | None, target: 
             save_pickle(source.schedule, schedule)
         comm, sums = Communicator.connect(), {}
         if match.plan is not None:
-            staged = stage(folder, files, lambda _closed: _weight_parts(match), comm, is_main=True)
+            staged = stage(folder, files, lambda **_: _weight_parts(match), comm, is_main=True)
             StagedWeights(plan=match.plan, staged=staged).commit()
             sums.update(match.plan.by_file(staged.sums))
         if config is not None:
             note_dtype(folder, _main_dtype(match))
         states = stage(
-            folder, {training_state.STATE_NAME: state}, lambda _closed: _state_parts(match, state), comm, is_main=True
+            folder, {training_state.STATE_NAME: state}, lambda **_: _state_parts(match, state), comm, is_main=True
         )
         states.commit()
         commit.write_marker(folder, {**sums, training_state.STATE_NAME: states.sums})

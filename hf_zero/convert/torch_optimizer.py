@@ -119,7 +119,7 @@ class _NewWeights:
     """Weight files that are written anew."""
 
     files: Mapping[str, SlicedFile] = field(default_factory=dict)
-    parts: Parts = lambda _closed: ()
+    parts: Parts = lambda **_: ()
     plan: SavePlan | None = None
 
     def write(self, folder: Path) -> None:
@@ -146,7 +146,7 @@ def _weights_to_write(
     carried = carried_files(folder, config, unread)
     if ours.has_half_weights():
         plan = _plan_fp32(build(config), ours)
-        return carried, _NewWeights(files=plan.files, parts=lambda _closed: _weight_parts(plan, ours), plan=plan)
+        return carried, _NewWeights(files=plan.files, parts=lambda **_: _weight_parts(plan, ours), plan=plan)
     carried += [folder / file for file in sorted(set(ours.home.values()))]
     carried += [folder / INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
     return carried, _NewWeights()
@@ -169,7 +169,7 @@ def _file_fp32(ours: _Ours, file: str) -> _NewWeights:
         for tensor, (dtype, shape) in old.tensors.items()
     }
 
-    def parts(_closed: bool) -> Iterator[Part]:
+    def parts(**_: object) -> Iterator[Part]:
         for tensor in old.tensors:
             if tensor in trained:
                 values = ours.state_tensor(f"{trained[tensor]}.{training_state.MASTER}")

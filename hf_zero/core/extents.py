@@ -74,7 +74,9 @@ def _limit(config: ZeroConfig, bits: int) -> float:
 def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Placements:
     """The row of the stage table, and over which ranks its parameters are shared out."""
     extent = Extent.NODE if topology.nodes > 1 else Extent.SHARD
-    return STAGES[config.zero_stage if shares else 0].with_extent(extent)
+    # One rank's slice is the whole: its weights are released between uses only where they can rest elsewhere.
+    moves = shares or config.offload_param_device != "none"
+    return STAGES[config.zero_stage if moves else 0].with_extent(extent)
 
 
 def _ranks_of_a_machine(config: ZeroConfig, size: int, machines: Collection[int]) -> int:

@@ -83,8 +83,7 @@ class FlatBuffer:
 
         No collective where every parameter is sharded and can be read in slices.
         """
-        device = self.device
-        sources = [deferred.take(param) for param in self.params]
+        device, sources = self.device, [deferred.take(param) for param in self.params]
         if self.sharded and None not in sources:
             owned = self._read_slice(sources, device)
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
@@ -253,15 +252,17 @@ class FlatBuffer:
     def master_shards(self) -> list[MasterShard]:
         return self.resting.masters
 
-    def exact(self, *, write: bool = False, closed: bool = False) -> Iterator[tuple[int, int, Tensor]]:
+    def exact(
+        self, *, write: bool = False, closed: bool = False, in_memory: bool | None = None
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, values) of the best values that this rank keeps of what it owns, counted from `begin`.
 
         Each tensor is valid until the next is asked for; with `write`, what is left in it is kept. `closed` tensors
-        have shapes only.
+        have shapes only. `in_memory` chooses those that rest in memory, or those that do not (None: all).
         """
         if self.resting:
-            yield from self.resting.exact(write=write, closed=closed)
-        else:
+            yield from self.resting.exact(write=write, closed=closed, in_memory=in_memory)
+        elif in_memory is not False:
             yield 0, self.end - self.begin, self.local_slice
 
     def _copy_exact(self, own: Tensor) -> None:

@@ -197,6 +197,12 @@ class Homes:
     optimizer_in_host: int = 0
 
     @classmethod
+    def on_device(cls, device: torch.device) -> Homes:
+        """Everything stays on the device."""
+        home = MemoryHome(Place.DEVICE, device)
+        return cls(device=home, optimizer=home, parameters=home, host=home)
+
+    @classmethod
     def choose(cls, config: ZeroConfig, device: torch.device, ranks_beside: int = 1) -> Homes:
         """As `config` says, for a rank with `device` that shares its disk with others, `ranks_beside` in all.
 

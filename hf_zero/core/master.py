@@ -31,8 +31,8 @@ class WeightShard:
         return self._shelf.flats[_WEIGHTS]
 
     @contextlib.contextmanager
-    def open(self, *, write: bool = False) -> Iterator[None]:
-        """Inside, `values` are there; with `write`, what is left in them is kept."""
+    def open(self, *, write: bool = False, kinds: Collection[str] | None = None) -> Iterator[None]:
+        """Inside, `values` are there; with `write`, what is left in them is kept. There is one of all `kinds`."""
         with self._shelf.open(write=write):
             yield
 

@@ -123,14 +123,12 @@ class Resting:
         for shard in self.masters:
             shard.pay()
 
-    def exact(self, *, write: bool, closed: bool) -> Iterator[tuple[int, int, Tensor]]:
+    def exact(self, *, write: bool, closed: bool, in_memory: bool | None) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, values) of the best values there are; see `FlatBuffer.exact`."""
-        for shard in self.masters:
-            with contextlib.nullcontext() if closed else shard.open(write=write, kinds=(MASTER,)):
-                yield shard.start, shard.stop, shard.values
-        for shard in self.frozen:
-            with contextlib.nullcontext() if closed else shard.open(write=write):
-                yield shard.start, shard.stop, shard.values
+        for shard in (*self.masters, *self.frozen):
+            if in_memory in (None, shard.keeps_memory):
+                with contextlib.nullcontext() if closed else shard.open(write=write, kinds=(MASTER,)):
+                    yield shard.start, shard.stop, shard.values
 
     def cast_into(self, own: Tensor) -> list[Tensor]:
         """Copy what gathers are made of into `own`, which holds [begin, end), where it is not there already.

@@ -20,6 +20,7 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.extents import arrange
+from hf_zero.core.homes import Homes
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
 from hf_zero.tools.memory import tensors_by_category
@@ -162,7 +163,8 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
     )
     with meter:
-        engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"))
+        homes = Homes.on_device(torch.device("meta"))
+        engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"), homes=homes)
     try:
         optimizer = _PlannedOptimizer(_groups(model), scenario.optimizer_states)
         with meter:

@@ -187,7 +187,7 @@ def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
     files = {"state.safetensors": SlicedFile({"a": (torch.float32, (4,))}, {})}
     comm = Communicator.connect()
 
-    def parts(_closed):
+    def parts(**_):
         if comm.rank == 1:
             raise OSError("No space left on device")
         yield "state.safetensors", "a", 0, torch.zeros(2)
@@ -200,7 +200,7 @@ def test_a_failing_rank_fails_all_and_leaves_no_file(tmp_path):
 
 def write_alone(path, file, tensors):
     parts = [(path.name, name, 0, tensor) for name, tensor in tensors.items()]
-    stage(path.parent, {path.name: file}, lambda _: parts, Communicator.connect(), True).commit()
+    stage(path.parent, {path.name: file}, lambda **_: parts, Communicator.connect(), True).commit()
 
 
 def test_files_are_safetensors(tmp_path):

@@ -20,6 +20,7 @@ from tests.ranks.test_autograd_calls import WAYS
 from tests.ranks.test_property_trees import TreeNet, _trees
 from tests.support import zoo
 from tests.support.allocator import replay
+from tests.support.far_home import far_homes
 from tests.support.happens_before import Collective, Section, exposed_gathers, problems
 from tests.support.nets import Net, batches, seeded
 from tests.support.networks import NETWORKS, checkpoint_calls, diverge
@@ -41,6 +42,7 @@ class Variant:
     beside: bool = False  # a second model that trains, and a third that is only evaluated
     config: dict = dataclasses.field(default_factory=dict)
     ranks: int = 2
+    homes: Callable = lambda: None  # where slices rest
 
 
 FAR_AHEAD = {
@@ -63,6 +65,9 @@ VARIANTS = {
     "far_ahead": Variant((diverge,), config=FAR_AHEAD),
     "little_room": Variant((diverge,), config={"stage3_max_live_parameters": 1, "reduce_bucket_size": 64}),
     "nodes": Variant((diverge,), accumulation=2, config={"zero_hpz_partition_size": 2}, ranks=4),
+    "offload": Variant((diverge,), accumulation=2, evaluates=True, homes=far_homes),
+    "offload_reads": Variant((diverge,), config={"transport": "reads"}, homes=functools.partial(far_homes, ratio=0.5)),
+    "offload_nodes": Variant((diverge,), config={"zero_hpz_partition_size": 2}, ranks=4, homes=far_homes),
     "sums_on_nodes": Variant(
         (diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, "no_sync": "node"}, ranks=4
     ),
@@ -139,7 +144,7 @@ def _train(name, stage, variant, recording):
     model, loss_of = _build(name)
     for change in variant.changes:
         change(model)
-    prepare = functools.partial(recording.shard, zero_stage=stage, **variant.config)
+    prepare = functools.partial(recording.shard, zero_stage=stage, homes=variant.homes(), **variant.config)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
     engine = prepare(model, optimizers[0])
     if variant.beside:

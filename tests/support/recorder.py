@@ -25,6 +25,7 @@ from hf_zero.comm.transport.nccl import Nccl
 from hf_zero.comm.transport.reads import Reads
 from hf_zero.comm.work import Handle, Landing, Tag
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.homes import Homes
 from tests.support.device_log import DeviceLog, Work
 from tests.support.happens_before import Log
 
@@ -68,16 +69,23 @@ class Recording(DeviceLog):
         *,
         group: dist.ProcessGroup | None = None,
         transport: str = "nccl",
+        homes: Homes | None = None,
         **config: object,
     ) -> ZeroEngine:
         """`hf_zero.shard`, with collectives whose log says what they carry.
 
-        `transport` is how values move: "nccl" (collectives), "messages" (gloo's) or "reads" (of other ranks' memory).
+        `transport` is how values move: "nccl" (collectives), "messages" (gloo's) or "reads" (of other ranks' memory);
+        `homes` says where slices rest.
         """
         zero = hf_zero.ZeroConfig(**config)
         moves = Naming(self, _transport(self, transport, group or dist.group.WORLD))
         comm = Communicator(moves, deterministic=zero.deterministic_reduce)
-        return hf_zero.shard(model, optimizer, zero, group=comm, device=self.device)
+        if homes is None:
+            return hf_zero.shard(model, optimizer, zero, group=comm, device=self.device)
+        engine = ZeroEngine(model, zero, group=comm, device=self.device, homes=homes)
+        if optimizer is not None:
+            engine.attach_optimizer(optimizer)
+        return engine
 
 
 # -- process groups --------------------------------------------------------------------------------------------------
@@ -199,7 +207,10 @@ class RecordedPeers:
             self._offers[kind, tag].popleft()
             self._returns[kind, tag].append(self._meet("return", kind, tag, tensors))
 
-    def settle(self, kind: int, tag: int | None = None) -> None:
+    def leave(self) -> None:
+        """There is nobody to be told."""
+
+    def wait_for_readers(self, kind: int, tag: int | None = None) -> None:
         for key, works in self._returns.items():
             if key[0] == kind and tag in (None, key[1]):
                 for work in works:
