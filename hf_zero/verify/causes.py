@@ -125,7 +125,9 @@ def _shares_cause(what: str, shares: Sequence[float], expected: Sequence[Sequenc
     right = [share for row in expected for share in row]
     ratios, accumulation = [mine / share for mine, share in zip(shares, right, strict=True)], len(expected[0])
     if _constant(ratios):
-        return f"{what} is {ratios[0]:.4g} times what it should be{_factor(ratios[0], len(expected), accumulation)}"
+        return (
+            f"{what} is {ratios[0]:.4g} times what it should be{factor_cause(ratios[0], len(expected), accumulation)}"
+        )
     places = list(itertools.product(range(len(expected)), range(accumulation)))
     dropped = [place for place, ratio in zip(places, ratios, strict=True) if abs(ratio) < FIT]
     rest = [ratio for ratio in ratios if abs(ratio) >= FIT]
@@ -143,7 +145,7 @@ def _shares_cause(what: str, shares: Sequence[float], expected: Sequence[Sequenc
     return f"{what} counts micro-batches in other shares than it should: {shown}"
 
 
-def _factor(factor: float, ranks: int, accumulation: int) -> str:
+def factor_cause(factor: float, ranks: int, accumulation: int) -> str:
     """What a factor of all gradients may come from."""
     known = [
         (float(ranks), f"scaled by N, summed over the {ranks} ranks and not averaged"),

@@ -65,10 +65,10 @@ class Certificate:
     ranks: int
     steps: int
     micro_batches: int  # of each rank and step
-    clip: float | None  # limit of the gradient norm
-    device: str
+    how: str  # a sentence: from which weights on, clipped or not
     verdicts: list[Verdict]
     finding: Finding | None = None
+    clip: float | None = None  # limit of the gradient norm
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -95,13 +95,11 @@ class Certificate:
 
     def page(self) -> str:
         """The certificate as Markdown."""
-        clipped = "not clipped" if self.clip is None else f"clipped to a norm of {self.clip:.4g}"
         said = [
             f"# Parity certificate: {self.model}",
             "",
-            f"{self.system} on {self.ranks} rank(s) ({self.device}), {self.steps} optimizer steps of "
-            f"{self.micro_batches} micro-batches a rank, {clipped}. Each step is compared with plain data parallelism "
-            "from the same weights and on the same data. "
+            f"{self.system} on {self.ranks} rank(s), {self.steps} optimizer steps of {self.micro_batches} "
+            f"micro-batch(es) a rank; {self.how}. "
             + ("**Every promise holds.**" if self.holds else "**Not every promise holds.**"),
             "",
             "| promise | verdict | largest difference | bound | where | rounding that explains it |",

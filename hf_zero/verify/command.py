@@ -30,13 +30,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from hf_zero.launcher import start
-
-    if options.script:
-        raise ZeroError(
-            f"{options.script[0]}: scripts cannot be verified yet, as they make model, data and loop themselves. Give "
-            "the model by --model and the file by --config: the same engine trains it"
-        )
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +37,12 @@ def _run(options: argparse.Namespace) -> int:
             pass
     except OSError as error:
         raise ZeroError(f"--output {folder} cannot be written to: {error.strerror}") from error
+    return _verify_script(options, folder) if options.script else _verify_model(options, folder)
+
+
+def _verify_model(options: argparse.Namespace, folder: Path) -> int:
+    from hf_zero.launcher import start
+
     asked = {name: getattr(options, name) for name in ("model", "steps", "seed", "against")}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
         os.environ[OPTIONS_VARIABLE] = json.dumps({**asked, "output": str(folder.resolve()), "report": report.name})
@@ -52,6 +51,50 @@ def _run(options: argparse.Namespace) -> int:
     if status or "holds" not in found:
         return 2
     return 0 if found["holds"] else 1
+
+
+def _verify_script(options: argparse.Namespace, folder: Path) -> int:
+    """Run the script twice, as it is configured and at stage 0, and compare what both have computed."""
+    from hf_zero.launcher import start
+    from hf_zero.launcher.arguments import config_of_command, parse_command
+    from hf_zero.verify.script import TracedRun, compare_traces
+    from hf_zero.verify.traced import FOLDER_VARIABLE, STEPS_VARIABLE
+
+    for name in ("model", "against"):
+        if getattr(options, name) is not None:
+            raise ZeroError(f"--{name} and a script both say what is to be trained: leave one of them out")
+    if not Path(options.script[0]).is_file():
+        raise ZeroError(f"there is no script '{options.script[0]}'")
+    words = [*_launch_options(options), "--module", "hf_zero.verify.traced", *options.script]
+    config = config_of_command(parse_command(words))
+    if config.zero_stage == 0:
+        raise ZeroError(
+            "the configuration is of stage 0, which is plain data parallelism: name one to compare with it"
+        )
+    with tempfile.TemporaryDirectory(prefix="hf-zero-verify-") as temporary:
+        runs = []
+        for what, stage in (("run", []), ("reference", ["--zero_stage", "0"])):
+            os.environ |= {FOLDER_VARIABLE: f"{temporary}/{what}", STEPS_VARIABLE: str(options.steps)}
+            Path(temporary, what).mkdir()
+            print(f"hf-zero verify: {options.script[0]} at stage {0 if stage else config.zero_stage}", flush=True)
+            if start.main([*_without_stage(words, stage), *stage, *words[words.index("--module") :]]):
+                raise ZeroError(f"{options.script[0]} has failed at stage {0 if stage else config.zero_stage}")
+            runs.append(TracedRun.read(Path(temporary, what)))
+        settings = {name: getattr(config, name) for name in config.chosen()}
+        precision = config.mixed_precision if config.is_set("mixed_precision") else "no"
+        found = compare_traces(*runs, script=" ".join(options.script), precision=precision, settings=settings)
+    found.write(folder)
+    print("\n".join([*found.lines(), f"written to {folder.resolve()}"]), flush=True)
+    return 0 if found.holds else 1
+
+
+def _without_stage(words: list[str], stage: list[str]) -> list[str]:
+    """The options of the launcher; without one of the stage, where another is to come."""
+    options = words[: words.index("--module")]
+    if stage and "--zero_stage" in options:
+        at = options.index("--zero_stage")
+        del options[at : at + 2]
+    return options
 
 
 def _launch_options(options: argparse.Namespace) -> list[str]:
@@ -76,7 +119,12 @@ def _parser() -> CommandParser:
         "plain data parallelism does. Prints a verdict on each promise, the largest difference and the rounding that "
         "explains it, or the first module or tensor that differs and why.",
     )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a training script and its arguments, last: it is run under the configuration and under stage 0",
+    )
     parser.add_argument("--config", metavar="FILE", help="Accelerate YAML or DeepSpeed JSON (default: stage 3)")
     parser.add_argument(
         "--model", help="a local folder, a config.json or a hub name (default: a small one of its own)"

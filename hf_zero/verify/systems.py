@@ -12,7 +12,7 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.build import DTYPES, make_scaler
 from hf_zero.core.hooks import Hook
-from hf_zero.core.optimizer import gather_states
+from hf_zero.core.optimizer import MASTER, gather_states
 from hf_zero.core.precision import Precision, meet_weight
 from hf_zero.core.unit import gathered_parameters
 from hf_zero.integrations.plain_loop import shard
@@ -85,7 +85,7 @@ class ZeroSystem:
         # Trained parameters are left alone: opening them would bring back values that have got lost.
         with gathered_parameters(param for param in self.model.parameters() if param not in masters):
             for name, param in self.model.named_parameters():
-                value = masters[param]["weight"] if param in masters else param.detach()
+                value = masters[param][MASTER] if param in masters else param.detach()
                 found[name] = value.detach().float().clone().view(param.shape)
         return found
 

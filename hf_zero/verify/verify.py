@@ -29,7 +29,8 @@ def verify(
     verdicts = [Verdict.of(measure, audit.finding) for measure in audit.measures.values()]
     if audit.finding is None:
         verdicts += _whole_runs(task, config, comm, auditor, make)
-    device = next(system.model.parameters()).device
+    clip = audit.limit if math.isfinite(audit.limit) else None
+    clipped = "not clipped" if clip is None else f"clipped to a norm of {clip:.4g}"
     return Certificate(
         system=system.name,
         model=model,
@@ -37,8 +38,8 @@ def verify(
         ranks=comm.world_size,
         steps=task.steps,
         micro_batches=task.accumulation,
-        clip=audit.limit if math.isfinite(audit.limit) else None,
-        device=device.type,
+        clip=clip,
+        how=f"each step, {clipped}, is compared with plain data parallelism from the same weights on the same data",
         verdicts=verdicts,
         finding=audit.finding,
         losses=audit.losses,

@@ -28,10 +28,39 @@ def test_a_recipe_and_a_config_json_are_verified_on_two_ranks(tmp_path):
     assert {verdicts[f"run of {what}"][:5] for what in ("DistributedDataParallel", "one process")} == {"holds"}
 
 
+SCRIPT = """
+import sys
+import transformers
+from tests.support.trainers import make_data
+from tests.support import zoo
+from hf_zero import ZeroTrainer, ZeroTrainingArguments
+
+transformers.set_seed(0)
+args = ZeroTrainingArguments(
+    "out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5, max_grad_norm=0.1,
+    learning_rate=float(sys.argv[1]), report_to=[], disable_tqdm=True, save_strategy="no",
+)
+ZeroTrainer(zoo.build("llama_tied"), args, train_dataset=make_data("llama_tied", 40)).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_run_twice_and_its_steps_are_compared(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (output,), (status,) = launches.run((*VERIFY, "--steps", 2, "train.py", "1e-3"), folder=tmp_path)
+    assert status == 0 and "every promise holds" in output, output
+    written = json.loads((tmp_path / "certificate/certificate.json").read_text())
+    assert (written["model"], written["steps"], written["micro_batches"]) == ("train.py 1e-3", 2, 2)
+    assert written["system"] == "hf_zero, stage 3, beside hf_zero, stage 0", written["system"]
+    promises = {verdict["promise"]: verdict["verdict"][:5] for verdict in written["verdicts"]}
+    assert set(promises.values()) == {"holds"} and "gradients, clipped" in promises, promises
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["train.py", "--lr", "1"], "train.py: scripts cannot be verified yet"),
+        (["train.py", "--lr", "1"], "there is no script 'train.py'"),
+        (["--model", "m", "train.py"], "--model and a script both say what is to be trained"),
         (["--config", "none.yaml"], "none.yaml"),
         (["--output", "/proc/certificate"], "--output /proc/certificate cannot be written to"),
     ],
