@@ -12,7 +12,8 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.build import DTYPES, make_scaler
 from hf_zero.core.hooks import Hook
-from hf_zero.core.optimizer import MASTER, gather_states
+from hf_zero.core.master import MASTER
+from hf_zero.core.optimizer import gather_states
 from hf_zero.core.precision import Precision, meet_weight
 from hf_zero.core.unit import gathered_parameters
 from hf_zero.integrations.plain_loop import shard

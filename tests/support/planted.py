@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.core.unit import gathered_parameters
 from hf_zero.verify.systems import ZeroSystem
 
 
@@ -160,8 +161,9 @@ class MovedFrozen(ZeroSystem):
 
     def step(self):
         super().step()
-        frozen = next(buffer for buffer in self.engine.buffers if not buffer.trainable)
-        (frozen.frozen_shard if frozen.frozen_shard is not None else frozen.unsharded).data.mul_(1.001)
+        frozen = self.model.transformer.wpe.weight
+        with torch.no_grad(), gathered_parameters(frozen, write=True):
+            frozen.mul_(1.001)
 
 
 class DoubledLayer(ZeroSystem):
