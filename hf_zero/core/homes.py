@@ -239,6 +239,11 @@ class Homes:
         """The homes of slices of weights that have no master near the device."""
         return Assignment((), self.parameters, self.host)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory for what is open, read ahead or being written."""
+        return sum(home.held().get(Place.HOST, 0) for home in {self.device, self.optimizer, self.parameters})
+
     def close(self) -> None:
         for home in (self.device, self.optimizer, self.parameters):
             home.close()

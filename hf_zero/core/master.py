@@ -27,6 +27,10 @@ class WeightShard:
         self._shelf = home.shelf(values.numel(), {_WEIGHTS: values})
 
     @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
     def values(self) -> Tensor:
         return self._shelf.flats[_WEIGHTS]
 

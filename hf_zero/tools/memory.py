@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.core.placement import Place
 from hf_zero.core.unit import Unit
 
 
@@ -54,6 +55,25 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
     return found
 
 
+def bytes_elsewhere(engine: ZeroEngine) -> dict[str, dict[str, int]]:
+    """The bytes that rest away from the device, by place and category, and the host's buffers for what is on disk.
+
+    On CPU ranks the host's memory is the device's: what rests there is in the report's categories, too.
+    """
+    states = {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+    found: dict[Place, Counter[str]] = {place: Counter() for place in Place}
+    for buffer in engine.buffers:
+        for shard in buffer.master_shards:
+            found[shard.place]["master weights"] += shard.numel * shard.weight.itemsize
+            for flat in shard.flats_in(states.get(shard.weight, {})).values():
+                found[shard.place]["optimizer states"] += shard.numel * flat.itemsize
+        for weights in buffer.resting.weights:
+            found[weights.place]["parameters"] += weights.numel * weights.dtype.itemsize
+    found[Place.HOST]["buffers"] += engine.homes.buffer_bytes
+    del found[Place.DEVICE]
+    return {place.value: +counts for place, counts in found.items() if counts.total()}
+
+
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of these tensors, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -73,10 +93,14 @@ class UnitMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What one rank holds. `allocated`, `reserved` and `peak` are the accelerator's, None on CPU ranks."""
+    """What one rank holds. `allocated`, `reserved` and `peak` are the accelerator's, None on CPU ranks.
+
+    `categories` count tensors in memory; `elsewhere` what rests on the host or on disk (see `bytes_elsewhere`).
+    """
 
     categories: dict[str, int]
     units: list[UnitMemory] = field(default_factory=list)
+    elsewhere: dict[str, dict[str, int]] = field(default_factory=dict)
     host_rss: int = 0
     allocated: int | None = None
     reserved: int | None = None
@@ -93,6 +117,9 @@ class MemoryReport:
     def __str__(self) -> str:
         lines = [f"{name:<22}{count / 1e6:>12.2f} MB" for name, count in self.categories.items() if count]
         lines.append(f"{'model state':<22}{self.state_bytes / 1e6:>12.2f} MB")
+        for place, counts in self.elsewhere.items():
+            for name, count in counts.items():
+                lines.append(f"{f'{name}, {place}':<22}{count / 1e6:>12.2f} MB")
         for name, count in (("allocated", self.allocated), ("peak", self.peak), ("reserved", self.reserved)):
             if count is not None:
                 lines.append(f"{name:<22}{count / 1e6:>12.2f} MB")
@@ -120,6 +147,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     return MemoryReport(
         categories=categories,
         units=[_unit_memory(unit, engine) for unit in engine.units],
+        elsewhere=bytes_elsewhere(engine),
         host_rss=psutil.Process().memory_info().rss,
         **device,
     )

@@ -1,0 +1,59 @@
+"""The memory report knows places: what is in memory, and what rests elsewhere, adds up to all state there is."""
+
+import tempfile
+
+import torch
+
+import hf_zero
+from hf_zero.core.engine import ZeroEngine
+from tests.ranks.test_memory import batch, build
+from tests.support.far_home import disk_homes, host_homes
+from tests.support.harness import distributed
+
+
+def _train(homes):
+    model = build(hidden=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = ZeroEngine(model, hf_zero.ZeroConfig(zero_stage=3, mixed_precision="bf16"), homes=homes)
+    engine.attach_optimizer(optimizer)
+    engine.backward(model(**batch(model)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.settle()
+    return engine, hf_zero.memory_report(model)
+
+
+@distributed(world_size=2)
+def test_state_on_disk_is_not_in_memory():
+    engine, report = _train(disk_homes(tempfile.gettempdir(), limit=4096))
+    _, resident = _train(None)
+    trained = sum(shard.numel for buffer in engine.buffers for shard in buffer.master_shards)
+    assert report.elsewhere["disk"] == {
+        "master weights": 4 * trained,
+        "optimizer states": 8 * trained,
+        "parameters": 2 * trained,
+    }
+    states = sum(len(optimizer.state) for optimizer in engine.optimizers)
+    assert report.state_bytes <= 64 * states, ("step counts and shells", report.categories)
+    assert resident.elsewhere == {} and abs(resident.state_bytes / (12 * trained) - 1) < 0.01
+    slots = report.elsewhere["host"]["buffers"]
+    assert 0 < slots <= 3 * 4 * 4096 * 4, slots  # three buffers, for weights, gradient-free: master and two states
+    for unit in report.units:
+        assert unit.optimizer > 0, "units say what is theirs, wherever it rests"
+    assert "master weights, disk" in str(report)
+
+
+@distributed(world_size=2)
+def test_the_host_of_cpu_ranks_is_the_device():
+    _, report = _train(host_homes())
+    _, resident = _train(None)
+    assert report.categories == resident.categories, "no second copy"
+    assert report.elsewhere["host"] == {
+        kind: resident.categories[kind] - (0 if kind == "master weights" else _counts(resident))
+        for kind in ("master weights", "optimizer states")
+    }
+
+
+def _counts(report):
+    """Bytes of step counts, which are no flat state."""
+    return report.categories["optimizer states"] - 2 * report.categories["master weights"]
