@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.core import guard
 from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.unit import Unit
+from hf_zero.core.unit import units_of
 
 
 # (name in the state dict, first element, values, the buffer that they lie in; None for buffers of modules)
@@ -18,18 +18,6 @@ Held = tuple[str, int, Tensor, FlatBuffer | None]
 def logical_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with the parameters themselves: nothing is read."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units that hold the parameters of a module, in the same order on every rank."""
-    return list(dict.fromkeys(unit_of(param) for param in model.parameters() if guard.is_prepared(param)))
-
-
-def unit_of(param: nn.Parameter) -> Unit:
-    """The unit of a prepared parameter."""
-    owner = guard.owner_of(param)
-    assert isinstance(owner, Unit)
-    return owner
 
 
 def held(
@@ -50,7 +38,7 @@ def held(
     logical = logical_state(model)
     firsts = {id(tensor): name for name, tensor in reversed(logical.items())}
     firsts = {key: name for key, name in firsts.items() if names is None or name in names}
-    for unit in units_of(model):
+    for unit in units_of(model.parameters()):
         for buffer in unit.buffers:
             bounds = within(buffer) if any(id(param) in firsts for param in buffer.params) else None
             if bounds is None:

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.background import Later
-from hf_zero.checkpoint.held import held, logical_state, own_slice, unit_of, units_of
+from hf_zero.checkpoint.held import held, logical_state, own_slice
 from hf_zero.checkpoint.plan import SavePlan, is_pretrained
 from hf_zero.checkpoint.safetensors_file import Part
 from hf_zero.checkpoint.staging import Staged, broadcast_parts, family, on_all_ranks, stage
 from hf_zero.comm.communicator import Communicator
 from hf_zero.core import guard
-from hf_zero.core.unit import Unit, gathered_parameters
+from hf_zero.core.unit import Unit, gathered_parameters, unit_of, units_of
 
 
 def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], torch.dtype]:
     """The dtype in which each tensor of the model is saved: as the model computes, or else in fp32 at least."""
     dtypes: dict[int, torch.dtype] = {}
-    for unit in units_of(model):
+    for unit in units_of(model.parameters()):
         for buffer in unit.buffers:
             keeps = compute_dtype or not buffer.dtype.is_floating_point
             dtype = buffer.dtype if keeps else buffer.master_dtype
@@ -36,9 +36,8 @@ def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
     """The `id` of every parameter whose master stands in the files of `plan` as it is."""
     inexact = {name for origin in plan.computed.values() for name in origin.names}
     saved = {name: plan.dtype_of(tensor) for tensor, origin in plan.origins.items() for name in origin.names}
-    masters = {
-        id(p): buffer.master_dtype for unit in units_of(model) for buffer in unit.buffers for p in buffer.params
-    }
+    units = units_of(model.parameters())
+    masters = {id(p): buffer.master_dtype for unit in units for buffer in unit.buffers for p in buffer.params}
     exact = set()
     for name, tensor in logical_state(model).items():
         first = plan.aliases[name]
@@ -96,7 +95,7 @@ def stage_weights(
     Raises ZeroCheckpointError on all ranks, before the first byte, where ranks have different models or the disk is
     too small, and where a rank cannot write.
     """
-    for unit in units_of(model):
+    for unit in units_of(model.parameters()):
         unit.adopt_writes()
 
     def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:

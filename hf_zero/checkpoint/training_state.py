@@ -75,7 +75,7 @@ def save_state(
     file = SlicedFile(tensors, metadata)
 
     def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
-        access = None if closed else "read"
+        access: Literal["read"] | None = None if closed else "read"
         for tensor, start, values in _parts(buffers, optimizers, comm, access, in_memory):
             if tensor in tensors:
                 yield name, tensor, start, values

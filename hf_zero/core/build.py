@@ -119,7 +119,8 @@ class UnitBuilder:
                 raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
             key = (param.dtype, self.precision.of(param), param.requires_grad and self.trainable)
             split.setdefault(key, {})[name] = param
-        buffers, gradients = [], []
+        buffers: list[FlatBuffer] = []
+        gradients: list[GradientBuffer] = []
         for (own_dtype, dtype, trainable), params in self._buckets(split):
             # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
             keeps_precision = any(param.requires_grad for param in params.values())

@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class DirectFile:
         assert request % PAGE == 0, request
         self.folder = Path(folder)
         self.moved: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._request = request
         self._end = 0
         self._free: list[Extent] = []

@@ -170,7 +170,7 @@ class DiskShelf:
         self._slots.forget(self)
         self._written.wait()
         self._fetch(kinds, urgent=True)
-        self._slots.mark(self._slot, _Use.OPEN)
+        self._slots.mark(self._own_slot, _Use.OPEN)
         self._opened += 1
         try:
             self._fetched.wait()
@@ -196,8 +196,13 @@ class DiskShelf:
         """Begin to read everything; False where no slot can be had."""
         begun = self._fetch(set(self.flats), urgent=False)
         if begun:
-            self._slots.mark(self._slot, _Use.FETCHED)
+            self._slots.mark(self._own_slot, _Use.FETCHED)
         return begun
+
+    @property
+    def _own_slot(self) -> _Slot:
+        assert self._slot is not None, "it has been taken, and is kept while it is open or read"
+        return self._slot
 
     def _fetch(self, kinds: set[str], urgent: bool) -> bool:
         """Begin to read the kinds that the slot does not hold yet; False where there is no slot."""
@@ -206,17 +211,18 @@ class DiskShelf:
             if self._slot is None:
                 return False
             self._slot.grow(self._end)
+        slot = self._slot
         missing = sorted(kinds - self._in_slot)
         if missing:
-            after = Transfer.of([self._slot.busy, self._written])
+            after = Transfer.of([slot.busy, self._written])
             self._fetched = Transfer.of([self._file.read(*self._places(kind), after) for kind in missing])
-            self._slot.busy = self._fetched
+            slot.busy = self._fetched
             self._in_slot |= kinds
         return True
 
     def _places(self, kind: str) -> tuple[Extent, memoryview]:
         region = self._regions[kind]
-        return region.extent, self._slot.bytes(region.start, region.extent.nbytes)
+        return region.extent, self._own_slot.bytes(region.start, region.extent.nbytes)
 
     def _show(self, kinds: Collection[str]) -> None:
         for kind in kinds:
@@ -226,7 +232,7 @@ class DiskShelf:
     def _view(self, kind: str) -> Tensor:
         region = self._regions[kind]
         with torch.inference_mode(False):
-            return torch.frombuffer(self._slot.pages, dtype=region.dtype, count=self.numel, offset=region.start)
+            return torch.frombuffer(self._own_slot.pages, dtype=region.dtype, count=self.numel, offset=region.start)
 
     def _close(self) -> None:
         for kind in self._shown:
@@ -234,9 +240,9 @@ class DiskShelf:
         self._shown.clear()
         if self._changed:
             self._written = Transfer.of([self._file.write(*self._places(kind)) for kind in sorted(self._changed)])
-            self._slot.busy = self._written
+            self._own_slot.busy = self._written
             self._changed.clear()
-        self._slots.mark(self._slot, _Use.CLOSED if self._in_slot else _Use.NOTHING)
+        self._slots.mark(self._own_slot, _Use.CLOSED if self._in_slot else _Use.NOTHING)
 
     def add(self, kind: str, tensor: Tensor) -> None:
         """Take a tensor over, in an `open`: a new kind, or one that takes the place of what was there.
@@ -251,9 +257,9 @@ class DiskShelf:
                 self._file.free(region.extent)
             self._regions[kind] = _Region(extent, self._end, tensor.dtype)
             self._end += extent.nbytes
-            if self._slot.grow(self._end):
+            if self._own_slot.grow(self._end):
                 self._show(self._shown)
-        self._slot.busy.end()  # what the shelf before has left in the memory may still be on its way to the disk
+        self._own_slot.busy.end()  # what the shelf before has left in the memory may still be on its way to the disk
         self._view(kind).copy_(tensor.detach())
         self.flats[kind] = tensor
         self._in_slot.add(kind)
@@ -266,7 +272,7 @@ class DiskShelf:
         self._slots.forget(self)
         self._written.end()  # others write to these pages from now on
         if self._slot is not None:
-            self._slots.mark(self._slot, _Use.NOTHING)
+            self._slots.mark(self._own_slot, _Use.NOTHING)
         for region in self._regions.values():
             self._file.free(region.extent)
         self._regions.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def _step_twin(
     is in evaluation mode afterwards.
     """
     params = [nn.Parameter(value.clone()) for value in values]
-    twin = twin_of(optimizer, optimizer.__dict__)
+    twin: Any = twin_of(optimizer, optimizer.__dict__)
     twin.state = defaultdict(dict)
     settings = optimizer.param_groups[0] if optimizer.param_groups else {}
     twin.param_groups = [{**settings, **(options or {}), "params": params, "lr": 0.01}]

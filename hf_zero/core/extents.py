@@ -20,7 +20,7 @@ def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] 
     Raises ZeroConfigError where the ranks cannot be arranged so.
     """
     machine = _ranks_of_a_machine(config, size, machines)
-    shard = machine if config.mics_shard_size == "auto" else config.mics_shard_size or size
+    shard = machine if config.mics_shard_size == "auto" else int(config.mics_shard_size) or size
     if config.zero_stage == 0 or size == 1:
         shard = size  # nothing is shared out
     _check_divides("mics_shard_size", shard, size, f"there are {size} ranks")
@@ -28,7 +28,7 @@ def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] 
         raise ZeroConfigError(
             "mics_shard_size is 1, so every rank would keep everything: set zero_stage to 0, which is that"
         )
-    node = machine if config.zero_hpz_partition_size == "auto" else config.zero_hpz_partition_size
+    node = machine if config.zero_hpz_partition_size == "auto" else int(config.zero_hpz_partition_size)
     by_node = config.zero_stage == 3 and node > 1 and size > 1
     local = node if by_node else shard
     _check_divides("zero_hpz_partition_size", local, shard, f"{shard} ranks share one copy of the state")
@@ -81,8 +81,9 @@ def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Place
 
 def _ranks_of_a_machine(config: ZeroConfig, size: int, machines: Collection[int]) -> int:
     if config.node_size != "auto":
-        _check_divides("node_size", config.node_size, size, f"there are {size} ranks")
-        return config.node_size
+        node_size = int(config.node_size)
+        _check_divides("node_size", node_size, size, f"there are {size} ranks")
+        return node_size
     return next(iter(machines)) if len(machines) == 1 and size % max(machines) == 0 else size
 
 

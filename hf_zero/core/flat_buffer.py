@@ -84,8 +84,9 @@ class FlatBuffer:
         No collective where every parameter is sharded and can be read in slices.
         """
         device, sources = self.device, [deferred.take(param) for param in self.params]
-        if self.sharded and None not in sources:
-            owned = self._read_slice(sources, device)
+        found = [source for source in sources if source is not None]
+        if self.sharded and len(found) == len(sources):
+            owned = self._read_slice(found, device)
             self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
         else:
             values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)

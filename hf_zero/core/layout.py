@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 # Every parameter and every rank's slice starts on this boundary, so that vector loads and BLAS see the same alignment
 # as in a tensor of their own (bitwise equal results depend on it on CPU).
 ALIGNMENT_BYTES = 256
+
+_Label = TypeVar("_Label")
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,12 @@ class FlatLayout:
             if low < high:
                 yield Span(index=index, start=low - offset, offset=low - begin, numel=high - low)
 
-    def runs(self, begin: int, end: int, labels: Sequence[int]) -> list[tuple[int, int, int]]:
+    def runs(self, begin: int, end: int, labels: Sequence[_Label]) -> list[tuple[_Label, int, int]]:
         """Cut [begin, end) into (label, start, stop) runs, one label per parameter, positions counted from `begin`.
 
         Padding goes to the run before it (or, at the very start, to the first run), so the runs cover the range.
         """
-        cuts: list[tuple[int, int]] = []  # (label, start)
+        cuts: list[tuple[_Label, int]] = []  # (label, start)
         for span in self.spans(begin, end):
             label = labels[span.index]
             if not cuts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from hf_zero.core.placement import Place
 
 
 # Whole tensors by parameter and kind (MASTER, "exp_avg", ...), for parameters whose masters are not in a shard yet.
-WholeStates = dict[nn.Parameter, dict[str, object]]
+WholeStates = dict[nn.Parameter, dict[str, Any]]
 
 
 class OptimizerOwner(Protocol):
@@ -47,7 +47,18 @@ class OptimizerOwner(Protocol):
         """The masters have changed."""
 
 
-class ZeroOptimizerMixin:
+if TYPE_CHECKING:  # what the mixins are put before
+    _Optimizer: TypeAlias = torch.optim.Optimizer
+
+    class _WithModes(torch.optim.Optimizer):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+else:
+    _Optimizer = _WithModes = object
+
+
+class ZeroOptimizerMixin(_Optimizer):
     """Added to the class of an adopted optimizer: it steps masters, and the engine holds gradients it does not see."""
 
     _zero_owner: OptimizerOwner
@@ -71,7 +82,7 @@ class ZeroOptimizerMixin:
             self._zero_owner.adopt_group(self)
 
 
-class TwoModesMixin(ZeroOptimizerMixin):
+class TwoModesMixin(ZeroOptimizerMixin, _WithModes):
     """For optimizers that rewrite the weights between training and evaluation: the model follows their masters."""
 
     def train(self) -> None:
@@ -146,7 +157,7 @@ def adopt(
     base = type(optimizer)
     mixin = TwoModesMixin if has_two_modes(base) else ZeroOptimizerMixin
     optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    optimizer._zero_owner = owner
+    cast(ZeroOptimizerMixin, optimizer)._zero_owner = owner
     return binding, states
 
 

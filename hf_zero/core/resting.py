@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from hf_zero.core.homes import Assignment, Home, Homes
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.master import MASTER, MasterShard, WeightShard
+
+
+_Label = TypeVar("_Label")
 
 
 class Resting:
@@ -67,8 +71,8 @@ class Resting:
         return MasterShard(self._layout, self._begin, start, stop, dtype, home, on_write)
 
     def new_masters(
-        self, labels: Sequence[object], dtype: torch.dtype, homes: Assignment
-    ) -> Iterator[tuple[object, MasterShard]]:
+        self, labels: Sequence[_Label], dtype: torch.dtype, homes: Assignment
+    ) -> Iterator[tuple[_Label, MasterShard]]:
         """(label, master of zeros) for all elements; `labels` are the parameters', one for each master.
 
         What the masters are to hold is filled in before they are sent to rest.
@@ -83,8 +87,10 @@ class Resting:
 
     def leave(self) -> None:
         """Give all room back."""
-        for shard in (*self.masters, *self.frozen):
-            shard.leave()
+        for master in self.masters:
+            master.leave()
+        for weight in self.frozen:
+            weight.leave()
 
     # -- copies of masters ------------------------------------------------------------------------------------------
 
@@ -125,7 +131,8 @@ class Resting:
 
     def exact(self, *, write: bool, closed: bool, in_memory: bool | None) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, values) of the best values there are; see `FlatBuffer.exact`."""
-        for shard in (*self.masters, *self.frozen):
+        shards: list[MasterShard | WeightShard] = [*self.masters, *self.frozen]
+        for shard in shards:
             if in_memory in (None, shard.keeps_memory):
                 with contextlib.nullcontext() if closed else shard.open(write=write, kinds=(MASTER,)):
                     yield shard.start, shard.stop, shard.values

@@ -9,6 +9,7 @@ torch leaves out a parameter without a gradient, and all other masters have thei
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -84,7 +85,7 @@ class Stepper:
         self.put_back()
         if taken is not None:
             for shard in list(taken.grads):
-                shard.owe(lambda shard=shard: self._pay(taken, shard))
+                shard.owe(functools.partial(self._pay, taken, shard))
 
     def put_back(self) -> None:
         """Give shards back the gradients that `before` has taken: they are no others until `zero_grad`."""

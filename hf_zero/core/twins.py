@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def twin_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, object]) 
 
 def step_alone(twin: torch.optim.Optimizer) -> None:
     """Step a twin without the hooks that are called for every optimizer's step."""
-    step = type(twin).step
+    step: Any = type(twin).step
     # torch wraps a class's `step` once, in what calls hooks.
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
 

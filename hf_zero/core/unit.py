@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -316,6 +316,18 @@ def _saved_for_backward(units: list[Unit]) -> contextlib.AbstractContextManager:
     return saved_tensors_hooks(alias, lambda tensor: tensor)
 
 
+def unit_of(param: nn.Parameter) -> Unit:
+    """The unit of a prepared parameter."""
+    owner = guard.owner_of(param)
+    assert isinstance(owner, Unit)
+    return owner
+
+
+def units_of(params: Iterable[nn.Parameter]) -> list[Unit]:
+    """The units of parameters, in their order; those that are not prepared have none."""
+    return list(dict.fromkeys(unit_of(param) for param in params if guard.is_prepared(param)))
+
+
 @contextlib.contextmanager
 def gathered_parameters(
     params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False
@@ -329,8 +341,8 @@ def gathered_parameters(
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, Tensor):
-        params = [params]
-    units: list[Unit] = list(dict.fromkeys(guard.owner_of(param) for param in params if guard.is_prepared(param)))
+        params = [cast(nn.Parameter, params)]
+    units = units_of(params)
     for unit in units:
         unit.begin_unshard()
     for unit in units:
