@@ -45,6 +45,7 @@ class Mesh:
         self.column: Communicator | None = None
         self.replicas: Communicator | None = None
         self.hops = 1 + (topology.nodes > 1) + (topology.replicas > 1)
+        world.near = self._near(range(topology.size))
         if topology.is_plain:
             return
         # Every rank makes all groups, in one order. The first moves need the nearest ranks.
@@ -57,7 +58,6 @@ class Mesh:
         if topology.nodes > 1:
             both = topology.replicas > 1
             self.shards = self._split(lambda place: place.shard_ranks, "of the replica") if both else world
-        world.near = self._near(tuple(range(topology.size)))
 
     def _split(self, ranks_of: Callable[[Topology], tuple[int, ...]], where: str) -> Communicator:
         groups = dict.fromkeys(ranks_of(self.topology.at(rank)) for rank in range(self.topology.size))

@@ -79,7 +79,7 @@ class Meter:
         self._step += 1
         self._sent, self._seen = self._seen, Counter()
         self._sums.clear()
-        if before is None:
+        if before is None or before.is_meta:  # the planner's tensors have no values
             return
         for each, (wrong, whole) in zip(self.kinds, before.view(-1, 2).tolist(), strict=True):
             if each.codec is not None and not wrong == whole == 0.0:

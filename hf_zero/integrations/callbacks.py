@@ -119,6 +119,7 @@ class ZeroStepReport(TrainerCallback):
         self._window: Counter[str] = Counter()
         self._norm: Tensor | None = None
         self._before: dict[str, float] = {}
+        self._errors: dict[str, float] = {}  # of quantised messages, by what they carry
 
     def count_tokens(self, inputs: object) -> None:
         """Note the tokens of a micro-batch (or what it has for labels)."""
@@ -179,6 +180,7 @@ class ZeroStepReport(TrainerCallback):
             reduce=waited["reduce-scatter"] + waited["all-reduce"] - before["reduce"],
             optimizer=before["stepped"] - before["optimizer"],
         )
+        self._errors = {each.kind: each.error for each in engine.mesh.meter.kinds if each.error is not None}
         self.last = {"first_bad": engine.control.first_bad if skipped else None, "max_norm": args.max_grad_norm}
         if self.steps_per_print and state.global_step % self.steps_per_print == 0 and state.is_world_process_zero:
             print(self.line(state.global_step), flush=True)
@@ -198,6 +200,7 @@ class ZeroStepReport(TrainerCallback):
         if not steps:
             return {}
         found: dict[str, float] = {"zero/skipped_steps": self.skipped_steps} if self.skipped_steps else {}
+        found |= {f"zero/quantised_{kind}_error": error for kind, error in self._errors.items()}
         if self.details:
             factor = self.clip_factor()
             found |= {} if factor is None else {"zero/clip_factor": factor}
