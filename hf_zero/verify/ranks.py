@@ -17,6 +17,7 @@ from hf_zero.launcher.environment import resolve_from_environment
 from hf_zero.launcher.ranks import join_ranks
 from hf_zero.verify.command import OPTIONS_VARIABLE
 from hf_zero.verify.foreign import SYSTEMS
+from hf_zero.verify.runs import check_room
 from hf_zero.verify.sample import make_task
 from hf_zero.verify.verify import verify
 
@@ -29,6 +30,7 @@ def main() -> int:
     comm = Communicator.connect(device=device)
     given = resolve_from_environment().config
     task = make_task(options["model"], given, device, steps=options["steps"], seed=options["seed"])
+    check_room(task.numel, device, comm)
     config = resolve_auto(given, world_size=comm.world_size, hidden_size=task.width)
     torch.manual_seed(options["seed"] + comm.rank)  # dropout differs between ranks, as it does in training
     make = None

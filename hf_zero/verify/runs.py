@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.comm.communicator import Communicator
+from hf_zero.errors import ZeroLaunchError
 from hf_zero.verify.audit import Audit
 from hf_zero.verify.measures import KERNEL, Measure
 from hf_zero.verify.probes import set_random_state
@@ -105,6 +106,7 @@ def resume(
     try:
         system.save(f"{folder}/checkpoint")
         kept = _next_step(system, task, limit, comm)
+        system.engine.wait_for_checkpoint()  # with `async_save` it was written under that step
         system.engine.undo()
         resumed = make()
         torch.manual_seed(task.steps + 1)  # nothing may come from the generators of this process
@@ -131,13 +133,19 @@ def _next_step(system: ZeroSystem, task: Task, limit: float, comm: Communicator)
     return Trace(losses=losses, weights=system.weights())
 
 
-def fits(model: nn.Module, comm: Communicator) -> str | None:
-    """None where a whole model with gradients and Adam's moments fits on each rank; else why it does not."""
-    needed = 20 * sum(param.numel() for param in model.parameters())
-    device = next(model.parameters()).device
+def check_room(numel: int, device: torch.device, comm: Communicator) -> None:
+    """Raise ZeroLaunchError where a model of `numel` elements does not fit on each rank, twice; a collective.
+
+    In fp32: weights, gradients and Adam's moments of the reference, what the sums and sizes of gradients take, and as
+    much again at worst for the system beside it.
+    """
+    needed = 40 * numel
+    free = psutil.virtual_memory().available // comm.world_size
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available // comm.world_size
     free = min(comm.all_gather_object(free))
-    return None if needed < free else f"it needs {needed / 1e9:.1f} GB on a rank, and {free / 1e9:.1f} GB are free"
+    if needed > free:
+        raise ZeroLaunchError(
+            f"the reference holds the whole model on each rank: that needs {needed / 1e9:.1f} GB of it, and "
+            f"{free / 1e9:.1f} GB are free. Give --model a config.json of the same architecture with fewer layers"
+        )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero.config import ZeroConfig, values
 from hf_zero.config.builders import build_optimizer
 from hf_zero.config.consistency import hidden_size_of
-from hf_zero.planning.model import BatchShape, make_batch, read_config, vocabulary
+from hf_zero.planning.model import BatchShape, PlanError, make_batch, read_config, vocabulary
 from hf_zero.planning.model import build as build_on_meta
 from hf_zero.verify.task import IGNORED, Batch, Task, grouped
 
@@ -41,6 +41,8 @@ def make_task(model: str | None, config: ZeroConfig, device: torch.device, *, st
     template = build()
     limit = getattr(template.config.get_text_config(), "max_position_embeddings", None)
     shapes = make_batch(template, BatchShape(rows=ROWS, length=min(LENGTH, limit or LENGTH)))
+    if "labels" not in shapes:
+        raise PlanError(f"{type(template).__name__} takes no labels, so it has no loss of its own to train with")
     fill = {"vocabulary": vocabulary(template), "classes": int(getattr(template.config, "num_labels", 2) or 2)}
 
     def batch(rank: int, step: int, number: int) -> Batch:
@@ -65,6 +67,7 @@ def make_task(model: str | None, config: ZeroConfig, device: torch.device, *, st
         steps=steps,
         accumulation=2 if values.is_auto(accumulation) else accumulation,
         clip="half" if values.is_auto(clip) else (clip or None),
+        numel=sum(param.numel() for param in template.parameters()),
         width=hidden_size_of(template.config),
     )
 

@@ -54,10 +54,11 @@ class ZeroSystem:
 
     def __init__(self, task: Task, config: ZeroConfig) -> None:
         self.name = f"hf_zero, stage {config.zero_stage}"
-        self._task, self.config = task, config
+        self._task = task
         self.model = task.build()
         self.optimizer = task.make_optimizer(self.model)
-        self.engine = shard(self.model, self.optimizer, config)
+        # `param_access: raise` is for scripts that must not read what is sharded; here gradients are read on purpose.
+        self.engine = shard(self.model, self.optimizer, config.replace(param_access="gather"))
 
     @property
     def loss_scale(self) -> float:

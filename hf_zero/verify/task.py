@@ -22,6 +22,7 @@ class Task:
         make_optimizer: an optimizer of the model's trainable parameters, with groups of its choice.
         batch: the micro-batch of (rank, step, number), on the device.
         loss: mean over the tokens of a micro-batch, a scalar.
+        numel: elements of the model.
         width: of the model's hidden states, which sizes written as "auto" follow; None where there is no such thing.
         clip: limit of the gradient norm; None does not clip, "half" is half of the first norm, so that it acts.
     """
@@ -33,6 +34,7 @@ class Task:
     steps: int = 3
     accumulation: int = 2
     clip: float | str | None = "half"
+    numel: int = 0
     width: int | None = None
 
     def weights(self, world_size: int, step: int) -> list[list[float]]:

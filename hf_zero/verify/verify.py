@@ -10,7 +10,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.verify.audit import Audit, Auditor
 from hf_zero.verify.certificate import Certificate, Verdict
 from hf_zero.verify.measures import Measure
-from hf_zero.verify.runs import compare_runs, fits, resume, train_alone, train_ddp
+from hf_zero.verify.runs import compare_runs, resume, train_alone, train_ddp
 from hf_zero.verify.systems import Named, System, ZeroSystem
 from hf_zero.verify.task import Task
 
@@ -50,16 +50,14 @@ def verify(
 def _whole_runs(
     task: Task, config: ZeroConfig, comm: Communicator, auditor: Auditor, make: Callable[[], System]
 ) -> list[Verdict]:
-    system, audit, masters = auditor.system, auditor.audit, auditor.reference.masters
-    mine, too_large = system.weights(), fits(masters, comm)
-    found = []
-    if config.mixed_precision != "no":
-        too_large = f"{config.mixed_precision} is computed from fp32 masters here, and not so by the stock classes"
+    system, audit, precision = auditor.system, auditor.audit, config.mixed_precision
+    mine, found = system.weights(), []
     rates = task.steps * max(group["lr"] for group in auditor.reference.optimizer.param_groups)
     del auditor.reference
     for promise in ("run of DistributedDataParallel", "run of one process"):
-        if too_large:
-            found.append(Verdict(promise=promise, verdict="not checked", why=too_large))
+        if precision != "no":
+            why = f"{precision} is computed from fp32 masters here, and not so by the stock classes"
+            found.append(Verdict(promise=promise, verdict="not checked", why=why))
         elif promise.endswith("process"):
             found.append(_beside_one_process(promise, task, comm, audit, mine, rates))
         else:

@@ -5,11 +5,15 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.config.consistency import resolve_auto
+from hf_zero.errors import ZeroLaunchError
+from hf_zero.planning.model import PlanError
 from hf_zero.verify.foreign import SYSTEMS
+from hf_zero.verify.runs import check_room
 from hf_zero.verify.sample import make_task
 from hf_zero.verify.task import Task, grouped
 from hf_zero.verify.verify import verify
@@ -20,6 +24,7 @@ from tests.support.planted import FAULTS, Stale
 
 CPU = torch.device("cpu")
 STAGES = (0, 1, 2, 3)
+TINY = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
 
 
 def _check_faults(faults, stage, seed):
@@ -119,6 +124,23 @@ def test_stock_systems_can_be_verified_and_blamed():
 
         found = verify(task, config, comm, model="sample", make=functools.partial(Doubled, task, config))
         assert found.finding is not None and "2 times" in found.finding.cause, f"{name}: {found.lines()}"
+
+
+@distributed(world_size=1)
+def test_a_model_that_does_not_fit_or_has_no_loss_is_refused(tmp_path):
+    with pytest.raises(ZeroLaunchError, match=r"that needs 40000000\.0 GB of it, and .* with fewer layers"):
+        check_room(10**15, CPU, Communicator.connect())
+    (tmp_path / "config.json").write_text(
+        transformers.GPT2Config(architectures=["GPT2Model"], **TINY).to_json_string()
+    )
+    with pytest.raises(PlanError, match="GPT2Model takes no labels"):
+        make_task(str(tmp_path / "config.json"), ZeroConfig(), CPU, steps=1, seed=0)
+
+
+@distributed(world_size=2)
+def test_reads_that_are_forbidden_and_saves_by_a_thread_are_verified_all_the_same():
+    wrong = _check_healthy([(None, 0, {"zero_stage": 3, "param_access": "raise", "async_save": True})])
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 @distributed(world_size=1)
