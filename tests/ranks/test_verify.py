@@ -99,6 +99,14 @@ def test_healthy_runs_of_three_ranks_are_not_blamed():
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@distributed(world_size=4)
+def test_weights_that_are_sharded_inside_nodes_and_replicas_are_not_blamed():
+    nodes = {"zero_stage": 3, "zero_hpz_partition_size": 2, "node_size": 2}
+    replicas = {"zero_stage": 3, "mics_shard_size": 2, "node_size": 2, "no_sync": "node"}
+    wrong = _check_healthy([(None, 0, nodes), ("llama_tied", 1, replicas)])
+    assert not wrong, "\n".join(map(str, wrong))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", zoo.NAMES)
