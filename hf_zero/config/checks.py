@@ -16,7 +16,7 @@ def problems_of(config: Options) -> list[str]:
         if expected is not None:
             place = f" ({config.where(name)})" if config.is_set(name) else ""
             problems.append(f"{name} is {value!r}{place}: {expected}")
-    return problems + _pair_problems(config) + _unavailable(config)
+    return problems + _pair_problems(config)
 
 
 def _pair_problems(config: Options) -> list[str]:
@@ -53,18 +53,6 @@ def _folder_problem(config: Options, name: str, device: str) -> list[str]:
     if not os.access(path, os.W_OK):
         return [f"{name} is {path!r} ({config.where(name)}): the folder cannot be written to"]
     return []
-
-
-def _unavailable(config: Options) -> list[str]:
-    """Settings that are understood but that this version cannot carry out."""
-    problems = []
-    for name in ("offload_optimizer_device", "offload_param_device"):
-        if getattr(config, name) in ("cpu", "nvme"):
-            problems.append(
-                f"{name} is {getattr(config, name)!r} ({config.where(name)}): offload is not available yet; set "
-                f'{name} to "none" and use zero_stage 3, more ranks or gradient checkpointing to save memory'
-            )
-    return problems
 
 
 def advice(config: Options) -> list[str]:

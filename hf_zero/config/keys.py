@@ -124,6 +124,7 @@ _DEEPSPEED_REST: dict[str, Key] = table(
         "reads are always begun ahead, and writes finished behind",
         True,
     ),
+    accepted("zero_optimization.offload_param.max_in_cpu", "weights on disk are read ahead, and none kept", 0),
     accepted("zero_optimization.offload_optimizer.fast_init", "states are written when they exist"),
     accepted(
         "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc",

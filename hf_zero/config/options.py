@@ -287,14 +287,6 @@ class Options:
         accelerate="offload_param_nvme_path",
         argument="zero_offload_param_nvme_path",
     )
-    offload_param_max_in_cpu: int = option(
-        0,
-        "elements of each rank's weights that stay in host memory although others are on disk",
-        whole(0),
-        deepspeed="zero_optimization.offload_param.max_in_cpu",
-        accelerate="offload_param_max_in_cpu",
-        needs=("offload_param_device", "nvme"),
-    )
     sub_group_size: int = option(
         1 << 22,
         "elements that offloaded states are stepped and moved by, at most; more than the default changes nothing",

@@ -111,6 +111,23 @@ class UnitBuilder:
                 room -= param.numel()
         return chosen.__contains__
 
+    def reserve(self, model: nn.Module) -> None:
+        """Make sure of room for what this rank will keep on disk of the weights; a collective where it keeps any.
+
+        Raises ZeroRuntimeError on all ranks where there is not enough. Optimizer states come when one is attached.
+        """
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad and self.trainable)
+        frozen = sum(param.numel() for param in model.parameters()) - trained
+        shards, sharded = self.mesh.topology.shards, Placement.SHARDED
+        masters = trained // (shards if self.placements.optimizer is sharded else 1)
+        copied = (0 if self.homes.optimizer.is_near else trained) + frozen
+        itemsize = DTYPES.get(self.config.mixed_precision, torch.float32).itemsize
+        self.homes.reserve(
+            self.mesh.world,
+            masters=int(4 * masters * self.homes.ratio),
+            weights=itemsize * copied // shards if self.placements.parameter is sharded else 0,
+        )
+
     def build(self, plan: UnitPlan, index: int, listener: UnitListener) -> Unit:
         """Take the parameters of `plan` over. Raises ValueError where another engine has them."""
         split: dict[tuple, dict[str, nn.Parameter]] = {}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer
+from hf_zero.core.heap import heap
 from hf_zero.core.placement import Place
 
 
@@ -161,15 +162,17 @@ class DiskShelf:
                 self.add(kind, tensor)
 
     @contextlib.contextmanager
-    def open(self, *, write: bool = False, kinds: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+    def open(
+        self, *, write: bool = False, kinds: Collection[str] | None = None, anew: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
         """Have the tensors of these kinds (None: all) hold their values inside; with `write`, keep what changes.
 
         May be nested. Raises ZeroRuntimeError where the disk fails, or has failed to take the values before.
         """
-        kinds = set(self.flats if kinds is None else kinds)
+        kinds = set(self.flats).intersection(self.flats if kinds is None else kinds)
         self._slots.forget(self)
         self._written.wait()
-        self._fetch(kinds, urgent=True)
+        self._fetch(kinds, urgent=True, anew=anew)
         self._slots.mark(self._own_slot, _Use.OPEN)
         self._opened += 1
         try:
@@ -204,8 +207,11 @@ class DiskShelf:
         assert self._slot is not None, "it has been taken, and is kept while it is open or read"
         return self._slot
 
-    def _fetch(self, kinds: set[str], urgent: bool) -> bool:
-        """Begin to read the kinds that the slot does not hold yet; False where there is no slot."""
+    def _fetch(self, kinds: set[str], urgent: bool, anew: bool = False) -> bool:
+        """Begin to read the kinds that the slot does not hold yet; False where there is no slot.
+
+        With `anew` they get room only.
+        """
         if self._slot is None:
             self._slot = self._slots.take(self, urgent)
             if self._slot is None:
@@ -213,11 +219,13 @@ class DiskShelf:
             self._slot.grow(self._end)
         slot = self._slot
         missing = sorted(kinds - self._in_slot)
-        if missing:
+        if missing and anew:
+            slot.busy.end()
+        elif missing:
             after = Transfer.of([slot.busy, self._written])
             self._fetched = Transfer.of([self._file.read(*self._places(kind), after) for kind in missing])
             slot.busy = self._fetched
-            self._in_slot |= kinds
+        self._in_slot |= kinds
         return True
 
     def _places(self, kind: str) -> tuple[Extent, memoryview]:
@@ -261,6 +269,7 @@ class DiskShelf:
                 self._show(self._shown)
         self._own_slot.busy.end()  # what the shelf before has left in the memory may still be on its way to the disk
         self._view(kind).copy_(tensor.detach())
+        heap.has_freed(tensor.nbytes)  # below, by whoever made it
         self.flats[kind] = tensor
         self._in_slot.add(kind)
         self._changed.add(kind)
@@ -301,6 +310,15 @@ class DiskHome:
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> DiskShelf:
         """Take over the values of flat tensors of `numel` elements each; they are shells afterwards."""
         return DiskShelf(self.file, self._slots, numel, flats)
+
+    @contextlib.contextmanager
+    def reserved(self, nbytes: int) -> Iterator[None]:
+        """Inside, that much of the file is in use; afterwards it is free, and the file's all the same."""
+        extent = self.file.allocate(nbytes)
+        try:
+            yield
+        finally:
+            self.file.free(extent)
 
     def held(self) -> dict[Place, int]:
         """Bytes of the file, and of the slots in host memory."""

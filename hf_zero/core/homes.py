@@ -18,10 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.core.disk_home import DiskHome
 from hf_zero.core.placement import Place
+from hf_zero.errors import ZeroRuntimeError
 
 
 # The most elements on one shelf away from the device: what an optimizer steps, and a disk moves, at one time. A
@@ -46,11 +48,12 @@ class Shelf(Protocol):
     flats: dict[str, Tensor]
 
     def open(
-        self, *, write: bool = False, kinds: Collection[str] | None = None
+        self, *, write: bool = False, kinds: Collection[str] | None = None, anew: bool = False
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Inside, the flats (those of `kinds` at least) have their values; with `write`, what is left there is kept.
 
-        Scopes nest. Raises ZeroRuntimeError where the values cannot be read or written.
+        `anew`: all values are about to be written, and what they are now does not matter. Scopes nest. Raises
+        ZeroRuntimeError where the values cannot be read or written.
         """
 
     def begin_fetch(self) -> None:
@@ -84,6 +87,9 @@ class Home(Protocol):
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> Shelf:
         """Take over tensors of `numel` elements, which are on `device`, with their values."""
 
+    def reserved(self, nbytes: int) -> AbstractContextManager[None]:
+        """Have room for so much more inside; the file keeps it. Raises ZeroRuntimeError where there is none."""
+
     def held(self) -> Mapping[Place, int]:
         """Bytes that are in no tensor at rest, by place."""
 
@@ -105,6 +111,9 @@ class MemoryHome:
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> Shelf:
         return _MemoryShelf(numel, flats)
 
+    def reserved(self, nbytes: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def held(self) -> Mapping[Place, int]:
         return {}
 
@@ -124,7 +133,9 @@ class _MemoryShelf:
         self.numel, self.flats = numel, dict(flats)
 
     @contextlib.contextmanager
-    def open(self, *, write: bool = False, kinds: Collection[str] | None = None) -> Iterator[Mapping[str, Tensor]]:
+    def open(
+        self, *, write: bool = False, kinds: Collection[str] | None = None, anew: bool = False
+    ) -> Iterator[Mapping[str, Tensor]]:
         yield self.flats
 
     def begin_fetch(self) -> None:
@@ -206,20 +217,29 @@ class Homes:
     def choose(cls, config: ZeroConfig, device: torch.device, ranks_beside: int = 1) -> Homes:
         """As `config` says, for a rank with `device` that shares its disk with others, `ranks_beside` in all.
 
-        Raises ZeroRuntimeError where no file can be made in the folder that `config` names.
+        Raises ZeroRuntimeError where no file can be made in the folder that `config` names, and ValueError for a
+        device that does not offload.
         """
+        asked = {config.offload_optimizer_device, config.offload_param_device} - {"none"}
+        if asked and device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"offload to {' and '.join(sorted(asked))} is available on CPU ranks only, not on {device.type} "
+                'devices yet: set offload_optimizer_device and offload_param_device to "none", and use zero_stage 3, '
+                "more ranks or gradient checkpointing to save memory"
+            )
         on_device = MemoryHome(Place.DEVICE, device)
         # The meta device stands for an accelerator.
-        memory = device if device.type in ("cpu", "meta") else torch.device("cpu")
-        host = MemoryHome(Place.HOST, memory, is_near=device.type == "cpu", limit=config.sub_group_size)
-        disks: dict[str, Home] = {}
+        host = MemoryHome(Place.HOST, device, is_near=device.type == "cpu", limit=config.sub_group_size)
+        files: dict[str, DirectFile] = {}
 
         def home(kind: str) -> Home:
             where, path = getattr(config, f"{kind}_device"), getattr(config, f"{kind}_nvme_path")
-            if where == "nvme" and path not in disks:
-                file = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
-                disks[path] = DiskHome(file, config.offload_buffer_count, limit=host.limit, least=_LEAST_ON_DISK)
-            return {"none": on_device, "cpu": host}.get(where) or disks[path]
+            if where != "nvme":
+                return host if where == "cpu" else on_device
+            if path not in files:
+                files[path] = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
+            # Buffers of their own: what is read ahead of the one kind does not take those of the other.
+            return DiskHome(files[path], config.offload_buffer_count, limit=host.limit, least=_LEAST_ON_DISK)
 
         return cls(
             device=on_device,
@@ -243,6 +263,25 @@ class Homes:
     def buffer_bytes(self) -> int:
         """Host memory for what is open, read ahead or being written."""
         return sum(home.held().get(Place.HOST, 0) for home in {self.device, self.optimizer, self.parameters})
+
+    def reserve(self, comm: Communicator, *, masters: int = 0, weights: int = 0) -> None:
+        """Make sure of room for so many bytes more before they come; a collective where anything rests on disk.
+
+        Raises ZeroRuntimeError on all ranks where the disk of one is full.
+        """
+        if Place.DISK not in (self.optimizer.place, self.parameters.place):
+            return
+        error = None
+        try:
+            with self.optimizer.reserved(masters), self.parameters.reserved(weights):
+                comm.barrier()  # ranks on one disk have theirs at the same time
+        except ZeroRuntimeError as caught:
+            error = str(caught)
+            comm.barrier()
+        for rank, text in enumerate(comm.all_gather_object(error)):
+            if text is not None:
+                self.close()
+                raise ZeroRuntimeError(f"rank {rank}: {text}")
 
     def close(self) -> None:
         for home in (self.device, self.optimizer, self.parameters):

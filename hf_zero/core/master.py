@@ -40,6 +40,15 @@ class WeightShard:
         with self._shelf.open(write=write):
             yield
 
+    def begin_fetch(self) -> None:
+        """Have the values read ahead of the next `open`."""
+        self._shelf.begin_fetch()
+
+    def fill(self, values: Tensor) -> None:
+        """Have these values in place of the present ones."""
+        with self._shelf.open(write=True, anew=True):
+            self.values.copy_(values)
+
     def leave(self) -> None:
         self._shelf.leave()
 
@@ -159,7 +168,10 @@ class MasterShard:
         """Have `step` called, once and inside `open`, before anybody sees the values again."""
         assert self._debt is None, "a shard owes one step at a time"
         self._debt = step
-        if self._shelf is not None:
+
+    def begin_fetch(self) -> None:
+        """Have what a step needs that is owed read ahead."""
+        if self._debt is not None and self._shelf is not None:
             self._shelf.begin_fetch()
 
     def pay(self) -> None:

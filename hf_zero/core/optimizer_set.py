@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.core.direct_file import whole_pages
+from hf_zero.core.elementwise import state_kinds
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.homes import Homes
 from hf_zero.core.master import MasterShard
@@ -20,6 +23,7 @@ from hf_zero.core.optimizer import (
     rebuild_masters,
     take_named_state,
 )
+from hf_zero.core.placement import Place
 from hf_zero.core.unit import Unit
 
 
@@ -46,6 +50,23 @@ class OptimizerSet:
         self.bindings.append(binding)
         self.rebuild(states)
 
+    def begin_fetch(self) -> None:
+        """Have what steps need that are owed read ahead, in the order of units: so it will be needed."""
+        for buffer in self._buffers:
+            buffer.resting.begin_fetch(of_debts=True)
+
+    def _bytes_to_come(self) -> int:
+        """What states that the optimizers have not made yet will take on disk, in their first steps."""
+        count = 0
+        for binding in self.bindings:
+            states = binding.optimizer.state
+            for group, shards in zip(binding.optimizer.param_groups, binding.shards, strict=False):
+                kinds = state_kinds(binding.optimizer, {key: v for key, v in group.items() if key != "params"})
+                for shard in (shard for shard in shards if shard.place is Place.DISK):
+                    missing = len(kinds - states.get(shard.weight, {}).keys())
+                    count += missing * whole_pages(shard.numel * shard.weight.itemsize)
+        return count
+
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer. Raises ValueError where it holds what it must not."""
         self.rebuild(self._binding_of(optimizer).take_new_groups(self._home(), self._bound()))
@@ -71,8 +92,13 @@ class OptimizerSet:
         return gather_states([buffer for unit in units for buffer in unit.buffers], self.bindings)
 
     def rebuild(self, whole: WholeStates) -> None:
-        """Lay the masters out anew, with the values in `whole` where it names a parameter."""
+        """Lay the masters out anew, with the values in `whole` where it names a parameter.
+
+        Raises ZeroRuntimeError on all ranks where a disk has no room for the states that the optimizers will make.
+        """
         self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
+        for buffer in itertools.islice(self._buffers, 1):
+            self._homes.reserve(buffer.comm, masters=self._bytes_to_come())
 
     def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         return next(binding for binding in self.bindings if binding.optimizer is optimizer)

@@ -105,8 +105,7 @@ class Resting:
                 values = shard.values.to(device=home.device, dtype=self._dtype(), copy=True)
                 shard.copy = WeightShard(shard.start, shard.stop, values, home)
             else:
-                with shard.copy.open(write=True):
-                    shard.copy.values.copy_(shard.values)
+                shard.copy.fill(shard.values)
 
     def recast(self) -> None:
         """Make copies anew, in the present dtype."""
@@ -123,6 +122,11 @@ class Resting:
         return [shard.copy for shard in self.masters if shard.copy is not None] or self.frozen
 
     # -- values -----------------------------------------------------------------------------------------------------
+
+    def begin_fetch(self, of_debts: bool = False) -> None:
+        """Have read ahead what the next gather needs: weights, or what masters need to make the steps they owe."""
+        for shard in self.masters if of_debts else self.weights:
+            shard.begin_fetch()
 
     def settle(self) -> None:
         """Make the steps that masters owe."""

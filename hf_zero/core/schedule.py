@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _GradHook(NamedTuple):
+    schedule: weakref.ref[Schedule]
+    gradient: weakref.ref[GradientBuffer]
+    number: int
+
+    def __call__(self, param: nn.Parameter) -> None:
+        schedule, gradient = self.schedule(), self.gradient()
+        if schedule is not None and gradient is not None:
+            schedule.on_grad(gradient, self.number, param)
+
+
 class Schedule:
     """Reacts to the hooks of one model."""
 
@@ -116,9 +129,12 @@ class Schedule:
         return handles
 
     def watch(self, unit: Unit) -> list:
-        """Have `on_grad` called for every trained parameter of a unit; the handles undo it."""
+        """Have `on_grad` called for every trained parameter of a unit; the handles undo it.
+
+        The garbage collector does not see what these hooks hold, so they hold nothing: who forgets a model frees it.
+        """
         return [
-            param.register_post_accumulate_grad_hook(functools.partial(self.on_grad, gradient, index))
+            param.register_post_accumulate_grad_hook(_GradHook(weakref.ref(self), weakref.ref(gradient), index))
             for gradient in unit.gradients
             for index, param in enumerate(gradient.buffer.params)
         ]
@@ -217,12 +233,12 @@ class Schedule:
             resting = [unit for unit in units if unit.state is UnitState.RESTING]
             live = self._unsharded.numel + sum(unit.numel for unit in resting)
             if ahead and (ahead + numel > self.limits.prefetch or live > self.limits.live):
+                for unit in resting:  # its turn is next: have its slice in memory by then
+                    unit.begin_fetch()
                 return
             for unit in resting:
                 unit.begin_unshard()
             ahead += numel
-            if ahead >= self.limits.prefetch:
-                return
 
     def _hook_outputs(self, point: HookPoint, output: object) -> bool:
         """Have a hook called before a gradient enters this call; whether there is such a gradient."""

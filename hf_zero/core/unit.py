@@ -91,6 +91,11 @@ class Unit:
 
     # -- unshard and reshard ---------------------------------------------------------------------------------------
 
+    def begin_fetch(self) -> None:
+        """Have this rank's slice read ahead, where it rests on disk."""
+        for buffer in self.buffers:
+            buffer.resting.begin_fetch()
+
     def begin_unshard(self) -> None:
         """Start the gather of a resting unit; the values may be used after `unshard`.
 

@@ -50,7 +50,6 @@ FIELDS = {
     "stage3_max_reuse_distance": counts,
     "offload_optimizer_ratio": st.floats(0, 1),
     "offload_optimizer_max_in_cpu": counts,
-    "offload_param_max_in_cpu": counts,
     "offload_buffer_count": st.integers(2, 64),
     "sub_group_size": counts,
     "loss_scale": fractions,

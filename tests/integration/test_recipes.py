@@ -17,7 +17,6 @@ from hf_zero import ZeroConfig
 from hf_zero.config.consistency import resolve_auto
 from hf_zero.core.layout import ALIGNMENT_BYTES
 from hf_zero.core.partition import partition
-from hf_zero.errors import ZeroConfigError
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.trl import ZeroGRPOConfig, ZeroSFTConfig
@@ -193,14 +192,13 @@ def test_trains_scaled_down(tmp_path, recipe):
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_launcher_files(name):
-    """Stages as their names say; what is not there yet is refused with the way out."""
-    file = ROOT / "recipes/accelerate_configs" / f"{name}.yaml"
-    if "offload" in name:
-        with pytest.raises(ZeroConfigError, match="offload is not available yet; set offload_optimizer_device"):
-            ZeroConfig.from_any(str(file))
-        return
-    stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "zero3_hpz": 3, "fsdp_hybrid": 3}
-    assert ZeroConfig.from_any(str(file)).zero_stage == stages[name]
+    """Stages and places as their names say."""
+    config = ZeroConfig.from_any(str(ROOT / "recipes/accelerate_configs" / f"{name}.yaml"))
+    stage, _, place = name.partition("_")
+    assert config.zero_stage == {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[stage]
+    device = {"offload": "cpu", "nvme": "nvme"}.get(place, "none")
+    assert config.offload_optimizer_device == device
+    assert config.offload_param_device == (device if stage == "zero3" else "none")
 
 
 def test_stage_3_unshards_a_layer_or_two_at_a_time():

@@ -208,7 +208,7 @@ def test_two_machines_need_a_meeting_place_and_keep_it(launched):
         (["--mpirun_hostfile", "hosts"], ["mpirun_hostfile", "torchrun"]),
         (["--zero_stage", 7], ["zero_stage is 7 (command line)"]),
         (["--num_processes", 0], ["num_processes is 0"]),
-        (["--offload_param_device", "cpu"], ["offload is not available yet"]),
+        (["--offload_param_device", "nvme"], ["without offload_param_nvme_path"]),
     ],
 )
 def test_what_cannot_start_is_refused_with_the_fix(launched, capsys, options, words):

@@ -1,0 +1,238 @@
+"""State on disk: bytes are counted, memory is given back, files are the same, and faults are errors with a place."""
+
+import ctypes
+import errno
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.core import direct_file, homes
+from hf_zero.core.direct_file import whole_pages
+from hf_zero.core.engine import engine_of
+from hf_zero.core.placement import Place
+from hf_zero.errors import ZeroRuntimeError
+from tests.ranks.test_checkpoint import trainer_for
+from tests.support.harness import run_ranks
+from tests.support.small_disk import SIZE, on_a_small_disk
+
+
+WIDTH = 512  # a matrix of this width is worth a way to the disk on each of two ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.matrix = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.matrix(x))
+
+
+class Net(nn.Module):
+    def __init__(self, depth, width=WIDTH):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def shard(folder, depth=5, stage=3, places=("optimizer",), width=WIDTH, **config):
+    torch.manual_seed(0)
+    model = Net(depth, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for kind in places:
+        config |= {f"offload_{kind}_device": "nvme", f"offload_{kind}_nvme_path": str(folder)}
+    return model, optimizer, hf_zero.shard(model, optimizer, {"zero_stage": stage, **config})
+
+
+def train(model, optimizer, engine, steps, width=WIDTH):
+    for step in range(steps):
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(step))
+        engine.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards_of(engine):
+    return [shard for buffer in engine.buffers for shard in (*buffer.resting.masters, *buffer.resting.weights)]
+
+
+def moved(engine):
+    """Bytes by kind since the file was made, all writes being over."""
+    engine.settle()
+    for one in shards_of(engine):
+        if one.place is Place.DISK:
+            one._shelf._written.wait()
+    return dict(engine.homes.optimizer.file.moved)
+
+
+def _count(folder, places):
+    model, optimizer, engine = shard(folder, places=places, offload_buffer_count=2)
+    train(model, optimizer, engine, 2)
+    before = moved(engine)
+    train(model, optimizer, engine, 3)
+    after = moved(engine)
+    with torch.no_grad():
+        model.eval()(torch.randn(2, WIDTH))
+    evaluated = moved(engine)
+    for weight in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[weight]
+        assert weight.isnan().all() and state["exp_avg"].isnan().all(), "at rest nothing is in memory"
+    assert not any(
+        value.isnan().any() for state in optimizer.state_dict()["state"].values() for value in state.values()
+    )
+    held = engine.homes.optimizer.held()
+    engine.undo()
+    return {kind: (after[kind] - before[kind], evaluated[kind] - after[kind]) for kind in ("read", "write")}, held
+
+
+@pytest.mark.parametrize("places", [("optimizer",), ("optimizer", "param")])
+def test_a_step_moves_24_bytes_of_each_parameter_and_an_evaluation_none_of_them(places, tmp_path):
+    steps, units, slice_ = 3, 5, 4 * WIDTH * WIDTH // 2
+    slots = 2  # what is last in a pass may still be in one of these in the next
+    for found, held in run_ranks(_count, tmp_path, places):
+        (read, read_by_evaluation), (written, written_by_evaluation) = found["read"], found["write"]
+        copies = 1 if len(places) == 2 else 0
+        assert written == steps * units * (3 + copies) * slice_ and written_by_evaluation == 0
+        # Weights come for forward and for backward, and are written without being read.
+        most = steps * units * (3 + 2 * copies) * slice_
+        assert most - steps * slots * (3 + 2 * copies) * slice_ <= read <= most
+        assert (units - slots) * copies * slice_ <= read_by_evaluation <= units * copies * slice_
+        assert held[Place.DISK] == units * (3 + copies) * whole_pages(slice_)
+        assert held[Place.HOST] <= 2 * 3 * whole_pages(slice_)
+
+
+def _memory(folder, places):
+    """Anonymous memory after some steps, without what only the C library keeps."""
+    model, optimizer, engine = shard(folder, places=places, depth=6, width=2048, offload_buffer_count=2)
+    train(model, optimizer, engine, 2, width=2048)
+    engine.settle()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def test_what_is_on_disk_is_not_in_memory(tmp_path):
+    numel = 6 * 2048 * 2048
+    (plain,) = run_ranks(_memory, tmp_path, (), world_size=1)
+    (offloaded,) = run_ranks(_memory, tmp_path, ("optimizer",), world_size=1)
+    slots = 2 * 12 * 4 * 2**20
+    assert plain - offloaded >= 0.9 * 12 * numel - slots, (plain / 1e6, offloaded / 1e6)
+
+
+def _held(folder):
+    """Threads that move bytes, and files in the folder."""
+    entries = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
+    files = [name for entry in entries if entry.is_symlink() and str(folder) in (name := os.readlink(entry))]
+    return [thread.name for thread in threading.enumerate() if "disk" in thread.name], files
+
+
+def _ends(folder, how):
+    assert _held(folder) == ([], [])
+    model, optimizer, engine = shard(folder, places=("optimizer", "param"))
+    train(model, optimizer, engine, 2)
+    assert all(_held(folder))
+    if how == "undo":
+        engine.undo()
+    elif how == "exception":
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, WIDTH + 1))
+    if how == "build":
+        with pytest.raises(ValueError, match="already sharded"):
+            hf_zero.shard(model, None, {"zero_stage": 3, **_on(folder)})
+    del model, optimizer, engine
+    gc.collect()
+    return _held(folder)
+
+
+def _on(folder):
+    return {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(folder)}
+
+
+@pytest.mark.parametrize("how", ["undo", "forgotten", "exception", "build"])
+def test_no_thread_and_no_descriptor_outlives_an_engine(how, tmp_path):
+    for held in run_ranks(_ends, tmp_path, how):
+        assert held == ([], []), held
+
+
+def _full(disk, depth):
+    try:
+        shard(disk, depth=depth)
+    except ZeroRuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("depth, when", [(5, "masters"), (3, "states")])
+@on_a_small_disk
+def test_a_full_disk_is_an_error_on_all_ranks_before_training(disk, depth, when):
+    assert 4 * depth * WIDTH * WIDTH > SIZE or when == "states"
+    first, second = run_ranks(_full, disk, depth)
+    assert first == second and first is not None
+    assert first.startswith("rank ") and f"'{disk}' has no room" in first and "are free (No space left" in first
+    assert os.statvfs(disk).f_bfree * os.statvfs(disk).f_frsize == SIZE
+
+
+def _fail(folder, call):
+    model, optimizer, engine = shard(folder, stage=3, offload_buffer_count=2)
+    train(model, optimizer, engine, 2)
+    moved(engine)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    setattr(direct_file.os, call, fail)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ZeroRuntimeError) as caught:
+            train(model, optimizer, engine, 2)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("kind, call", [("read", "preadv"), ("write", "pwrite")])
+def test_a_disk_that_fails_ends_training_with_position_and_reason(kind, call, tmp_path):
+    (messages,) = run_ranks(_fail, tmp_path, call, world_size=1)
+    for message in messages:
+        assert f"cannot {kind} " in message and str(tmp_path) in message and "[Errno 5]" in message, message
+
+
+def _save(folder, disk, asynchronous, resume=None):
+    homes._LEAST_ON_DISK = 1  # the model is tiny
+    places = (
+        {} if disk is None else {"zero_offload_optimizer_device": "nvme", "zero_offload_optimizer_nvme_path": disk}
+    )
+    trainer = trainer_for(
+        folder, 3, 3 if resume is None else 6, per_device_train_batch_size=2, zero_async_save=asynchronous, **places
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    places = {shard.place for shard in shards_of(engine_of(trainer.model))}
+    assert (Place.DISK in places) == (disk is not None), places
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_are_the_same_bytes_and_resume_either_way(asynchronous, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    plain, offloaded = str(tmp_path / "plain"), str(tmp_path / "offloaded")
+    assert run_ranks(_save, plain, None, asynchronous) == run_ranks(_save, offloaded, str(disk), asynchronous)
+    files = _files(f"{plain}/checkpoint-3")
+    assert len(files) == 2 and files == _files(f"{offloaded}/checkpoint-3")
+    run_ranks(_save, plain, str(disk), asynchronous, f"{plain}/checkpoint-3")
+    run_ranks(_save, offloaded, None, asynchronous, f"{offloaded}/checkpoint-3")
+    assert _files(f"{plain}/checkpoint-6") == _files(f"{offloaded}/checkpoint-6")
+    assert not list(disk.iterdir())
