@@ -120,9 +120,26 @@ def build_scheduler(
             f"{where}.params.total_num_steps is {found.get('total_num_steps')}: expected the number of updates of the "
             "whole run"
         )
+    count, total = len(optimizer.param_groups), found.get("total_num_steps")
     if kind == "warmupcosinelr":
-        return _CosineSchedule(optimizer, **found)
-    return _WarmupSchedule(optimizer, **found)
+        low, high, decay = [0.0] * count, None, "cosine"  # a share of the optimizer's own rates
+    else:
+        # DeepSpeed: WarmupLR rises to the optimizer's rate, WarmupDecayLR to 0.001.
+        highest = found.get("warmup_max_lr", optimizer.param_groups[0]["lr"] if total is None else 0.001)
+        low = _spread(found.get("warmup_min_lr", 0.0), count, "warmup_min_lr")
+        high = _spread(highest, count, "warmup_max_lr")
+        decay = "none" if total is None else "linear"
+    return _Schedule(
+        optimizer,
+        low=low,
+        high=high,
+        warmup_steps=found["warmup_num_steps"],
+        warmup_type=found.get("warmup_type", "log"),
+        start=found.get("warmup_min_ratio", 0.0),
+        decay=decay,
+        total=total or 0,
+        floor=found.get("cos_min_ratio", 0.0001),
+    )
 
 
 def _read(
@@ -168,87 +185,53 @@ def _automatic(name: str, arguments: Mapping[str, Any]) -> Any:
     return arguments.get(_ARGUMENT_OF.get(name, name))
 
 
-class _DelayedSchedule(torch.optim.lr_scheduler.LRScheduler):
-    """DeepSpeed counts from -1: its first update runs at the start value, and so does its second."""
+class _Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """From `low` up to `high` (None: the optimizer's rates), by group; then flat, linearly down or a half cosine down.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str) -> None:
-        self._warmup_steps = warmup_num_steps
-        self._warmup_type = warmup_type
+    `start` and `floor` are the shares of the way at which the rise begins and the cosine ends. DeepSpeed counts from
+    -1: its first update runs at the low value, and so does its second.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        low: list[float],
+        high: list[float] | None,
+        warmup_steps: int,
+        warmup_type: str,
+        start: float,
+        decay: str,
+        total: int,
+        floor: float,
+    ) -> None:
+        self._low, self._high = low, high
+        self._warmup_steps, self._warmup_type, self._start = warmup_steps, warmup_type, start
+        self._decay, self._total, self._floor = decay, total, floor
         super().__init__(optimizer)
 
-    def _warmup(self, iteration: int) -> float:
-        if self._warmup_type == "log":
-            return math.log(iteration + 1) / math.log(self._warmup_steps)
-        return iteration / self._warmup_steps
-
-    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
-        raise NotImplementedError
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        iteration = self.last_epoch - 1
-        return [self._rate(group, iteration) for group in range(len(self.base_lrs))]
-
-
-class _WarmupSchedule(_DelayedSchedule):
-    """WarmupLR, and WarmupDecayLR where ``total_num_steps`` is given: from min to max, then flat or linearly down."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int,
-        warmup_type: str = "log",
-        total_num_steps: int | None = None,
-    ) -> None:
-        count = len(optimizer.param_groups)
-        if warmup_max_lr is None:
-            # DeepSpeed: WarmupLR rises to the optimizer's rate, WarmupDecayLR to 0.001.
-            warmup_max_lr = optimizer.param_groups[0]["lr"] if total_num_steps is None else 0.001
-        self._low = _spread(warmup_min_lr, count, "warmup_min_lr")
-        self._high = _spread(warmup_max_lr, count, "warmup_max_lr")
-        self._total = total_num_steps
-        super().__init__(optimizer, warmup_num_steps, warmup_type)
-
-    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
-        if iteration < 0:
-            return self._low[group]
-        if iteration < self._warmup_steps:
-            share = self._warmup(iteration)
-        elif self._total is None:
-            share = 1.0
-        else:
-            share = max(0.0, (self._total - iteration) / max(1, self._total - self._warmup_steps))
-        return self._low[group] + (self._high[group] - self._low[group]) * share
-
-
-class _CosineSchedule(_DelayedSchedule):
-    """WarmupCosineLR: a share of the optimizer's own rate, up to 1 and down a half cosine."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-    ) -> None:
-        self._total = total_num_steps
-        self._start, self._floor = warmup_min_ratio, cos_min_ratio
-        super().__init__(optimizer, warmup_num_steps, warmup_type)
-
-    def _rate(self, group: int, iteration: int) -> float | torch.Tensor:
+    def _share(self, iteration: int) -> float:
+        """How much of the way from low to high."""
         if iteration < 0:
             return 0.0
         if iteration < self._warmup_steps:
-            share = self._start + (1.0 - self._start) * self._warmup(iteration)
-        else:
-            progress = (iteration - self._warmup_steps + 1) / max(1, self._total - self._warmup_steps)
-            share = self._floor + (1.0 - self._floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-        return self.base_lrs[group] * max(0.0, share)
+            linear = self._warmup_type == "linear"
+            risen = (
+                iteration / self._warmup_steps if linear else math.log(iteration + 1) / math.log(self._warmup_steps)
+            )
+            return self._start + (1.0 - self._start) * risen
+        if self._decay == "none":
+            return 1.0
+        left = max(1, self._total - self._warmup_steps)
+        if self._decay == "linear":
+            return (self._total - iteration) / left
+        progress = min(1.0, (iteration - self._warmup_steps + 1) / left)
+        return self._floor + (1.0 - self._floor) * (1 + math.cos(math.pi * progress)) / 2
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        share = max(0.0, self._share(self.last_epoch - 1))
+        highest = self.base_lrs if self._high is None else self._high
+        return [low + (high - low) * share for low, high in zip(self._low, highest, strict=True)]
 
 
 def _spread(value: float | list[float], count: int, name: str) -> list[float]:
