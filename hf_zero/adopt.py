@@ -146,7 +146,7 @@ def _configure_arguments(module: types.ModuleType) -> None:
 
     @functools.wraps(stock)
     def post_init(self):
-        from hf_zero.integrations.transformers import ZeroArgumentsMixin, configuring, settled_plugin
+        from hf_zero.integrations.transformers import ZeroArgumentsMixin, configuring, resolved_plugin
 
         global _arguments_plugin
         if isinstance(self, ZeroArgumentsMixin) or not (self.deepspeed or _is_wanted()):
@@ -154,7 +154,7 @@ def _configure_arguments(module: types.ModuleType) -> None:
             return
         with configuring(self):
             stock(self)
-        _arguments_plugin = settled_plugin(self)
+        _arguments_plugin = resolved_plugin(self)
 
     module.TrainingArguments.__post_init__ = post_init
 

@@ -73,19 +73,19 @@ class ZeroPlugin:
     def __repr__(self) -> str:
         return f"ZeroPlugin(zero_stage={self.config.zero_stage}, source={self.source!r})"
 
-    def settle(self, arguments: dict[str, Any], label: str, *, world_size: int) -> None:
+    def resolve(self, arguments: dict[str, Any], label: str, *, world_size: int) -> None:
         """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
         said = self._claims + argument_claims(arguments, label)
         written = [config for config in (self._given, self.launched) if config is not None]
         claims = [claim for config in written for claim in config_claims(config)] + said
         agreed = check_consistency(claims, world_size=world_size)
         self._claims = said
-        self._settled = functools.partial(resolve_auto, self._given, agreed=agreed, world_size=world_size)
-        self.config = self._settled()
+        self._resolved = functools.partial(resolve_auto, self._given, agreed=agreed, world_size=world_size)
+        self.config = self._resolved()
 
     def config_for(self, model: nn.Module) -> ZeroConfig:
         """The configuration of one model: sizes written as `auto` follow its width, as DeepSpeed's do."""
-        config = self._settled(hidden_size=hidden_size_of(getattr(model, "config", None)))
+        config = self._resolved(hidden_size=hidden_size_of(getattr(model, "config", None)))
         return config.replace(mixed_precision=self.config.mixed_precision)
 
 
@@ -193,7 +193,7 @@ class ZeroAccelerator(Accelerator):
         claims = {"gradient_accumulation_steps": asked}
         if self.mixed_precision in ("bf16", "fp16"):
             claims[self.mixed_precision] = True
-        plugin.settle(claims, "Accelerator", world_size=self.num_processes)
+        plugin.resolve(claims, "Accelerator", world_size=self.num_processes)
         plugin.config = plugin.config.replace(mixed_precision=self.mixed_precision)
         self.zero_plugin = self.state.zero_plugin = plugin
         # The engine runs forward under autocast, with weights that have the compute dtype already, and scales losses.

@@ -91,13 +91,13 @@ def configuring(args: TrainingArguments) -> Iterator[None]:
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", plugin.config.mixed_precision)
     yield
     _check_output_dir(args.output_dir)
-    _settle(args, plugin)
+    _resolve(args, plugin)
 
 
-def settled_plugin(args: TrainingArguments) -> ZeroPlugin:
+def resolved_plugin(args: TrainingArguments) -> ZeroPlugin:
     """The configuration of a run with these arguments. Raises ZeroConfigError with all conflicts between the two."""
     plugin = _plugin_of(args)
-    _settle(args, plugin)
+    _resolve(args, plugin)
     return plugin
 
 
@@ -107,10 +107,10 @@ def _plugin_of(args: TrainingArguments) -> ZeroPlugin:
     return ZeroPlugin(getattr(args, "zero_config", None), **given)
 
 
-def _settle(args: TrainingArguments, plugin: ZeroPlugin) -> None:
+def _resolve(args: TrainingArguments, plugin: ZeroPlugin) -> None:
     names = ("gradient_accumulation_steps", "per_device_train_batch_size", "max_grad_norm", "bf16", "fp16")
     arguments = {name: getattr(args, name) for name in names}
-    plugin.settle(arguments, type(args).__name__, world_size=args.world_size)
+    plugin.resolve(arguments, type(args).__name__, world_size=args.world_size)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
-        self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=settled_plugin(self.args))
+        self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=resolved_plugin(self.args))
         self.accelerator.reads_sections = True
         old = self.gather_function
         self.gather_function = self.accelerator.gather_for_metrics

@@ -21,7 +21,7 @@ from hf_zero.core import guard
 from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.core.unit import Unit, gathered_parameters
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin, settled_plugin
+from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin, resolved_plugin
 from hf_zero.integrations.zero_init import zero_init
 
 
@@ -169,7 +169,7 @@ class ZeroTRLMixin(ZeroTrainerMixin):
             )
         given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TrainingArguments)), None)
         # Models given by name, the reference model among them: each rank reads its slices only.
-        with zero_init(None if given is None else settled_plugin(given), allow_missing=_NEW_HEADS):
+        with zero_init(None if given is None else resolved_plugin(given), allow_missing=_NEW_HEADS):
             super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):
             self._dist = ZeroDistributedBackend(self.accelerator, _gather_choice(self.args))

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse_command(argv)
         config = config_of_command(args)  # before Accelerate reads the file: our messages name lines
-        _settle_processes(args)
+        _resolve_processes(args)
         _fill_in(args)
         args, _, _ = _validate_launch_command(args)
         return launch_ranks(args, config)
@@ -101,7 +101,7 @@ def _how_it_ended(status: int) -> str:
     return f"was killed by {name}, and the others were stopped{reason}"
 
 
-def _settle_processes(args: argparse.Namespace) -> None:
+def _resolve_processes(args: argparse.Namespace) -> None:
     """Without a file and without --num_processes: one rank per accelerator of this machine, or one on the CPU."""
     import torch
 

@@ -81,7 +81,7 @@ class StorageMeter(TorchDispatchMode):
         self.most_logits = 0
         self._entries: dict[int, _Entry] = {}
         self._seen = 0
-        self._settled = True
+        self._closed = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
@@ -142,9 +142,9 @@ class StorageMeter(TorchDispatchMode):
     def _look(self) -> None:
         self.refresh()
         peaks = (self.peak, self.peak_without)
-        if not self._settled:
+        if not self._closed:
             self.before_peak()
-            self._settled = True
+            self._closed = True
             for peak in peaks:
                 peak.close()
         if all(peak.take(self.live).total() <= peak.nbytes for peak in peaks):
@@ -153,11 +153,11 @@ class StorageMeter(TorchDispatchMode):
         for peak in peaks:
             if peak.take(self.live).total() > peak.nbytes:
                 peak.record(self._seen, self.live)
-        self._settled = False
+        self._closed = False
 
     def reset_peak(self) -> None:
         self.peak, self.peak_without = Peak(), Peak(self.peak_without.without)
-        self._settled = True
+        self._closed = True
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor, *_: object) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.transformers import settled_plugin
+from hf_zero.integrations.transformers import resolved_plugin
 from tests.support.harness import distributed, run_ranks
 
 
@@ -113,7 +113,7 @@ def test_equal_values_are_no_conflict_however_they_are_written(tmp_path):
         args = hf_zero.ZeroTrainingArguments(
             output_dir=str(tmp_path), deepspeed=config, gradient_accumulation_steps=4, per_device_train_batch_size=2
         )
-        plugin = settled_plugin(args)
+        plugin = resolved_plugin(args)
         assert plugin.config.gradient_accumulation_steps == 4
         assert plugin.config.train_batch_size == 8
 

@@ -100,7 +100,7 @@ def test_the_configuration_decides(peer_memory):
 
 
 @distributed(world_size=2)
-def test_what_a_slow_peer_has_not_read_stays_alive_and_settle_waits_for_it():
+def test_what_a_slow_peer_has_not_read_stays_alive_and_the_fence_waits_for_it():
     comm = Communicator.connect()
     rest = torch.full((50_000,), float(comm.rank + 1))
     flat = torch.zeros(100_000)
