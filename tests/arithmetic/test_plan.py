@@ -209,7 +209,12 @@ def test_a_hub_name_without_a_network(monkeypatch, capsys):
     assert "could not be read from the hub" in err and len(err.splitlines()) == 1, err
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+QUICK = ("llama", "t5", "mixtral")  # a decoder, an encoder with a decoder, experts
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in zoo.NAMES]
+)
 def test_every_family_can_be_traced(name):
     model_class, config_class, settings = zoo._MODELS[name]
     config = config_class(**settings)
