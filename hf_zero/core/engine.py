@@ -320,7 +320,8 @@ class ZeroEngine:
     def _settle_gradients(self) -> None:
         """Everything that gradients are made of is in those of the masters, and no step needs them any more."""
         self._stepper.put_back()
-        self.settle()
+        if self._stepper.owing:
+            self.settle()
         if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
         for gradient in self._structure.gradients:
@@ -348,13 +349,13 @@ class ZeroEngine:
         self.before_load()
 
     def settle(self) -> None:
-        """Make every step that is owed, and let no gather go on that was made of what may change now."""
+        """Have nothing of the last steps go on: gathers of what they have changed, steps that are owed."""
         for unit in self.units:
-            if not unit.sharded:
-                unit.unshard()
             unit.finish_refresh()
-            for buffer in unit.buffers:
+        if self._stepper.owing:
+            for buffer in self.buffers:
                 buffer.resting.settle()
+            self._stepper.owing = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The masters have stepped, or owe it: bring up to date whatever holds casts of them."""
@@ -370,8 +371,6 @@ class ZeroEngine:
         """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
         self.settle()
         self.schedule.reshard_all()
-        for unit in self.units:
-            unit.finish_refresh()
         self.mesh.fence()
 
     def anchor(self) -> None:

@@ -125,14 +125,9 @@ class FlatBuffer:
 
     def _followers(self) -> Tensor | None:
         """Where masters that are not near the device have their copies, if these are not their own."""
-        return None if self.sharded and self.node_slice is None else self._kept_slice
-
-    @property
-    def _kept_slice(self) -> Tensor:
-        """[begin, end) of what stays when the buffer is released: the whole, or the node's slice."""
-        if self.node_slice is None:
-            return self.local_slice
-        return self.node_slice.own(self.begin, self.end)
+        if self.node_slice is not None:
+            return self.node_slice.values[:0]  # `refresh` tells the other nodes of what has changed
+        return None if self.sharded else self.local_slice
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
@@ -232,7 +227,7 @@ class FlatBuffer:
         """Have what is kept besides masters in the present dtype; a collective."""
         self._make_node_slice()
         if self.node_slice is not None:
-            self._copy_exact(self._kept_slice)
+            self._copy_exact(self.node_slice.own(self.begin, self.end))
             self.mesh.refresh(self.node_slice.values, self.tag).wait()
         self.resting.recast()
 
@@ -316,10 +311,10 @@ class FlatBuffer:
             return Work()
         if self.node_slice is None:
             return Work() if self.sharded else self.gather()
-        self.resting.settle()
+        own = self.node_slice.own(self.begin, self.end)
         if not exact and self.mesh.weights is not None and self.mesh.weights.codec is not None:
-            return self.node_slice.send_changes(self.exact(), self._kept_slice)
-        self.resting.cast_into(self._kept_slice)
+            return self.node_slice.send_changes(self.exact(), own)
+        self._copy_exact(own)
         return self.mesh.refresh(self.node_slice.values, self.tag)
 
     def gather_flat(self, values: Iterable[tuple[MasterShard, Tensor | None]], dtype: torch.dtype) -> list[Tensor]:

@@ -24,7 +24,8 @@ class Resting:
     device have copies in the dtype of computation, which follow whatever is written to the masters.
 
     Args:
-        followers: gives the tensor of [begin, end) in which copies of masters lie; None: each has one of its own.
+        followers: gives the tensor of [begin, end) in which copies of masters lie; None: each has one of its own; one
+            without elements: there are none.
         dtype: gives the dtype of these.
 
     Attributes:
@@ -99,7 +100,8 @@ class Resting:
         followers = self._followers()
         with torch.no_grad(), torch.inference_mode(False):
             if followers is not None:
-                followers[shard.start : shard.stop] = shard.values
+                if followers.numel():
+                    followers[shard.start : shard.stop] = shard.values
             elif shard.copy is None:
                 ((_, _, home),) = self._homes.weights().cut(shard.numel)
                 values = shard.values.to(device=home.device, dtype=self._dtype(), copy=True)

@@ -48,9 +48,14 @@ class _Taken:
 
 
 class Stepper:
-    """Makes the steps of one engine's optimizers; `before` and `after` are called around each ordinary one."""
+    """Makes the steps of one engine's optimizers; `before` and `after` are called around each ordinary one.
+
+    Attributes:
+        owing: shards may owe a step; whoever has had all of them make it says so here.
+    """
 
     def __init__(self) -> None:
+        self.owing = False
         self._near: dict[MasterShard, SkippedParams] = {}
         self._taken: _Taken | None = None
         self._random = torch.get_rng_state()  # for optimizers that draw numbers
@@ -84,6 +89,7 @@ class Stepper:
         taken = self._taken
         self.put_back()
         if taken is not None:
+            self.owing = True
             for shard in list(taken.grads):
                 shard.owe(functools.partial(self._pay, taken, shard))
 

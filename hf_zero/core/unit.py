@@ -155,7 +155,9 @@ class Unit:
             guard.lock(self.params)
 
     def finish_refresh(self) -> None:
-        """Wait for a refresh of what is kept of sharded weights."""
+        """Wait for a refresh: values are there, of replicated weights and of what is kept of sharded ones."""
+        if not self.sharded:
+            self.unshard()
         for work in self._refreshing:
             work.wait()
         self._refreshing = []

@@ -112,6 +112,8 @@ class Case:
     clip: float | None = 0.1
     skips: bool = False
     zeroes: bool = True  # `zero_grad` after a step; else gradients add up
+    node: int = 1  # ranks on a node that keeps all weights
+    quantised: bool = False
 
     def __str__(self):
         fields = dataclasses.asdict(self).items()
@@ -137,7 +139,12 @@ def _train(case, homes):
     optimizer = OPTIMIZERS[case.optimizer](groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     config = hf_zero.ZeroConfig(
-        zero_stage=case.stage, mixed_precision=case.precision, peer_memory=case.peer_memory, initial_scale_power=8
+        zero_stage=case.stage,
+        mixed_precision=case.precision,
+        peer_memory=case.peer_memory,
+        initial_scale_power=8,
+        zero_hpz_partition_size=case.node,
+        zero_quantized_weights=case.quantised,
     )
     engine = ZeroEngine(model, config, homes=homes)
     engine.attach_optimizer(optimizer)
@@ -217,6 +224,13 @@ def _compare_all(cases):
 @pytest.mark.parametrize("part", range(2))
 def test_no_bit_differs(part):
     _compare_all(_sample()[part::2])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@distributed(world_size=4)
+def test_no_bit_differs_where_nodes_keep_all_weights(quantised):
+    for homes in ("far", "part"):
+        _compare(Case(homes=homes, node=2, quantised=quantised, precision="bf16"))
 
 
 @pytest.mark.exhaustive
