@@ -224,6 +224,8 @@ class Auditor:
 
     def _clips(self, step: int, mine: Named) -> Named | None:
         """Have the gradients clipped; returns them, or None where that went wrong."""
+        if not self.system.clips:
+            return mine
         norm = math.sqrt(sum(grad.double().square().sum().item() for grad in mine.values()))
         if self.task.clip == "half" and step == 0:
             self.audit.limit = 0.5 * norm if math.isfinite(norm) else 1.0

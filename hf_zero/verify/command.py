@@ -133,7 +133,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--num-processes", type=_positive, metavar="N", help="ranks (default: one per GPU, 2 on CPU)")
     parser.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="(default: of --config)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: 0)")
-    parser.add_argument("--against", choices=("ddp", "fsdp2"), help="verify that system instead of hf_zero, in fp32")
+    parser.add_argument(
+        "--against", choices=("ddp", "fsdp2", "deepspeed"), help="verify that system instead of hf_zero, in fp32"
+    )
     parser.add_argument("--output", default="certificate", metavar="FOLDER", help="(default: certificate)")
     return parser
 

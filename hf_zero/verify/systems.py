@@ -28,6 +28,7 @@ class System(Protocol):
 
     name: str
     model: nn.Module
+    clips: bool  # by `clip`; otherwise it is not asked to
 
     @property
     def loss_scale(self) -> float:
@@ -51,6 +52,8 @@ class System(Protocol):
 
 class ZeroSystem:
     """hf_zero with a configuration."""
+
+    clips = True
 
     def __init__(self, task: Task, config: ZeroConfig) -> None:
         self.name = f"hf_zero, stage {config.zero_stage}"
