@@ -56,10 +56,12 @@ def watch() -> None:
 
 
 def _is_wanted() -> bool:
-    """Whether this is a rank (of a notebook too, which starts them late) of a run at stage 1 or above."""
-    if "LOCAL_RANK" not in os.environ:
-        return False
-    return _arguments_plugin is not None or _plugin().config.zero_stage > 0
+    """Whether this is a rank of a run at stage 1 or above. Launchers of notebooks make it one after the imports."""
+    return _is_rank() and (_arguments_plugin is not None or _plugin().config.zero_stage > 0)
+
+
+def _is_rank() -> bool:
+    return "WORLD_SIZE" in os.environ  # not LOCAL_RANK: accelerate's debug_launcher does not set it
 
 
 def _plugin():
@@ -77,7 +79,7 @@ def _adopt_accelerators(module: types.ModuleType) -> None:
 
     from hf_zero.launcher.environment import prepare_rank_environment
 
-    if "LOCAL_RANK" in os.environ:
+    if _is_rank():
         prepare_rank_environment()  # accelerate reads it when the script makes its first state
     for name in _STAND_INS:
         setattr(utils, name, getattr(deepspeed, name))

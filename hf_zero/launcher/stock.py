@@ -90,7 +90,7 @@ def _refuse(cls: type, mixin: str) -> None:
     if any(base.__module__.partition(".")[0] == "hf_zero" for base in cls.__mro__):
         return
     stage = resolve_from_environment().config.zero_stage
-    if stage == 0 or "LOCAL_RANK" not in os.environ:
+    if stage == 0 or "WORLD_SIZE" not in os.environ:
         return  # plain data parallelism is what was asked for, or there is none
     own = list(itertools.takewhile(_is_users, cls.__mro__))
     stock = _Stock(cls.__mro__[len(own)], mixin)

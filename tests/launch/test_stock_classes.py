@@ -131,7 +131,9 @@ def test_outside_of_such_runs_nothing_is_touched(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage, variables", [(0, {}), (3, {"LOCAL_RANK": None})], ids=["plain data parallelism", "no rank"]
+    "stage, variables",
+    [(0, {}), (3, {"LOCAL_RANK": None, "WORLD_SIZE": None})],
+    ids=["plain data parallelism", "no rank"],
 )
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_where_nothing_is_to_be_sharded_stock_classes_stay_what_they_are(tmp_path, stage, variables, switch):
@@ -140,6 +142,30 @@ def test_where_nothing_is_to_be_sharded_stock_classes_stay_what_they_are(tmp_pat
     status, output = as_rank(tmp_path, script, stage=stage, HF_ZERO_ADOPT=switch, **variables)
     assert status == 0, output
     assert "TRAINER False\nACCELERATOR False\n" in output, output
+
+
+NOTEBOOK = """
+import torch
+from accelerate import Accelerator, debug_launcher, notebook_launcher
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    print(f"SHARDED {accelerator.num_processes} {hasattr(model, '_zero_engine')}\\n", end="", flush=True)
+
+if __name__ == "__main__":
+    debug_launcher(train, num_processes=2)
+    notebook_launcher(train, num_processes=2)
+"""
+
+
+def test_ranks_that_a_notebook_starts_after_its_imports(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NOTEBOOK)
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    (output,), (status,) = launches.run((sys.executable, script), folder=tmp_path, HF_ZERO_CONFIG_FILE=str(file))
+    assert status == 0 and output.count("SHARDED 2 True\n") == 4, output
 
 
 def test_an_import_of_deepspeed_says_what_to_write(tmp_path):

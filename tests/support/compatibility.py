@@ -228,7 +228,7 @@ def _accelerate(name: str, **options) -> Case:
 
 CASES = (
     _clm("run_clm", "--eval_strategy steps --eval_steps 2"),
-    _clm("run_clm from scratch, 2 micro-batches", "--from_scratch --gradient_accumulation_steps 2"),
+    _clm("run_clm, from scratch in 2 micro-batches", "--from_scratch --gradient_accumulation_steps 2"),
     Case(
         name="run_glue",
         script="examples/run_glue.py",
@@ -258,8 +258,8 @@ CASES = (
         needs=("peft",),
     ),
     _trl("sft", "sft", "--dataset_name texts"),
-    _trl("sft with packing", "sft", "--dataset_name texts --packing --max_length 32"),
-    _trl("sft with LoRA", "sft", "--dataset_name texts " + _LORA),
+    _trl("sft, packing", "sft", "--dataset_name texts --packing --max_length 32"),
+    _trl("sft, LoRA", "sft", "--dataset_name texts " + _LORA),
     _trl("dpo", "dpo", "--dataset_name preferences"),
     _trl("kto", "kto", "--dataset_name answers"),
     _trl("reward", "reward", "--dataset_name preferences"),
