@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,28 @@ WORDS = 96
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' ' }}{% endfor %}"
 
 
+# Stands for the package of this name, which downloads its metrics.
+EVALUATE = """
+class Accuracy:
+    def __init__(self):
+        self.pairs = []
+
+    def add_batch(self, predictions, references):
+        self.pairs += zip(predictions.tolist(), references.tolist())
+
+    def compute(self, predictions=None, references=None):
+        if predictions is not None:
+            self.add_batch(predictions, references)
+        pairs, self.pairs = self.pairs, []
+        share = sum(one == other for one, other in pairs) / len(pairs)
+        return {"accuracy": share, "f1": share}
+
+
+def load(*names, **options):
+    return Accuracy()
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A script with its arguments, where `{out}` is a folder for this run and other names are files of `prepare`."""
@@ -38,6 +61,7 @@ class Case:
     needs: tuple[str, ...] = ()  # packages that are not among hf_zero's own
     is_exact: bool = True  # whether it trains in fp32, so that losses are those of DDP
     checks_itself: bool = False  # on random data, so that there is nothing to compare
+    fails_stock: str = ""  # words of its error under DDP
 
     @property
     def missing(self) -> list[str]:
@@ -74,6 +98,7 @@ def difference(ours: list[float], theirs: list[float]) -> float:
 def run_script(case: Case, stage: int | None, folder: str) -> Outcome:
     """In a rank: run the script as its launcher would, and note what an `Outcome` holds."""
     os.chdir(folder)
+    sys.path.append(folder)
     out = Path(folder, "out", f"{case.name} {stage}".replace(" ", "_").replace("/", "_"))
     out.mkdir(parents=True, exist_ok=True)
     words = [word.format(out=out) for word in case.arguments.split()]
@@ -153,6 +178,22 @@ def prepare(folder: Path) -> None:
         "    return [sum(w[-1] in '02468' for w in text.split()) / (len(text.split()) or 1) for text in completions]\n"
     )
     _write_images(folder / "images")
+    _write_hub_names(folder, tables["pairs"])
+
+
+def _write_hub_names(folder: Path, rows: list[dict]) -> None:
+    """What accelerate's scripts name on the hub, under the same names in the folder where they run."""
+    shutil.copytree(folder / "bert", folder / "bert-base-cased")
+    glue = folder / "nyu-mll/glue"
+    glue.mkdir(parents=True)
+    splits = {"train": rows, "validation": rows[:16]}
+    for name, part in splits.items():
+        (glue / f"{name}.jsonl").write_text(
+            "".join(json.dumps({**row, "idx": n}) + "\n" for n, row in enumerate(part))
+        )
+    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in splits)
+    (glue / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+    (folder / "evaluate.py").write_text(EVALUATE)
 
 
 def _tokenizer():
@@ -222,8 +263,10 @@ def _trl(name: str, script: str, arguments: str, **options) -> Case:
     return Case(name=name, script=f"trl.scripts.{script}", arguments=_TRL + arguments, needs=("trl",), **options)
 
 
-def _accelerate(name: str, **options) -> Case:
-    return Case(name=name, script=f"accelerate.test_utils.scripts.{name}", checks_itself=True, **options)
+def _accelerate(name: str, folder: str = "", **options) -> Case:
+    return Case(
+        name=name, script=f"accelerate.test_utils.scripts.{folder}{name}", **{"checks_itself": not folder, **options}
+    )
 
 
 CASES = (
@@ -272,6 +315,9 @@ CASES = (
     _accelerate("test_sync", config={"no_sync": "local"}),
     _accelerate("test_distributed_data_loop", refused="join_uneven_inputs is not supported"),
     _accelerate("test_ops"),
+    _accelerate("test_checkpointing", "external_deps.", arguments="--output_dir {out} --num_epochs 2"),
+    _accelerate("test_performance", "external_deps.", arguments="--output_dir {out} --num_epochs 1"),
+    _accelerate("test_metrics", "external_deps.", checks_itself=True),
     _clm("run_clm, auto_find_batch_size", "--auto_find_batch_size true"),
     _clm("run_clm, neftune_noise_alpha", "--neftune_noise_alpha 5"),
     _clm(
@@ -286,3 +332,30 @@ CASES = (
     _clm("run_clm, hyperparameter_search", "--trials 2 --eval_strategy steps --eval_steps 4", needs=("optuna",)),
     _clm("run_clm, bf16", "--bf16 --use_cpu", is_exact=False),
 )
+
+
+def example_cases(folder: Path) -> list[Case]:
+    """The examples of an accelerate checkout, whose `examples` folder is given."""
+    clm = "--dataset_name texts --model_name_or_path llama --output_dir {out} "
+    given = {
+        "nlp_example.py": "",
+        "complete_nlp_example.py": "--checkpointing_steps epoch --output_dir {out}",
+        "by_feature/automatic_gradient_accumulation.py": "",
+        "by_feature/checkpointing.py": "--checkpointing_steps epoch --output_dir {out}",
+        "by_feature/cross_validation.py": "--num_folds 2",
+        "by_feature/early_stopping.py": "",
+        "by_feature/gradient_accumulation.py": "--gradient_accumulation_steps 2",
+        "by_feature/memory.py": "",
+        "by_feature/multi_process_metrics.py": "",
+        "by_feature/profiler.py": "",
+        "by_feature/tracking.py": "--with_tracking --project_dir {out}",
+    }
+    special = {
+        "by_feature/local_sgd.py": {"refused": "without LocalSGD"},
+        "by_feature/deepspeed_with_config_support.py": {
+            "arguments": "--block_size 32 --num_train_epochs 1 " + clm,
+            "fails_stock": "cannot import name 'DummyOptim'",
+        },
+    }
+    options = {**{name: {"arguments": arguments} for name, arguments in given.items()}, **special}
+    return [Case(name=name, script=str(folder.resolve() / name), **each) for name, each in options.items()]
