@@ -98,7 +98,7 @@ def difference(ours: list[float], theirs: list[float]) -> float:
 def run_script(case: Case, stage: int | None, folder: str) -> Outcome:
     """In a rank: run the script as its launcher would, and note what an `Outcome` holds."""
     os.chdir(folder)
-    sys.path.append(folder)
+    sys.path.insert(1, folder)  # its `evaluate` before one that is installed
     out = Path(folder, "out", f"{case.name} {stage}".replace(" ", "_").replace("/", "_"))
     out.mkdir(parents=True, exist_ok=True)
     words = [word.format(out=out) for word in case.arguments.split()]
