@@ -94,7 +94,6 @@ class ZeroEngine:
             trainable=trainable,
             scaler=self.scaler,
         )
-        builder.reserve(model)
         plans, hooks = partition(model, builder.persistence(model))
         build.agree_on_values(model, self.comm, self.device)
         self._module_buffers = BufferSync(model, self.comm, self.device)
@@ -363,7 +362,8 @@ class ZeroEngine:
         held = self._optimizers.held_by(optimizer)
         for gradient in self._structure.gradients:
             gradient.mark_stepped(held)
-        self._optimizers.begin_fetch()
+        if not self.homes.optimizer.keeps_memory:
+            self._optimizers.begin_fetch()
         self.control.end_step()
         self.after_rewrite(exact=False)
 

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,17 +72,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _GradHook(NamedTuple):
-    schedule: weakref.ref[Schedule]
-    gradient: weakref.ref[GradientBuffer]
-    number: int
-
-    def __call__(self, param: nn.Parameter) -> None:
-        schedule, gradient = self.schedule(), self.gradient()
-        if schedule is not None and gradient is not None:
-            schedule.on_grad(gradient, self.number, param)
-
-
 class Schedule:
     """Reacts to the hooks of one model."""
 
@@ -129,12 +117,13 @@ class Schedule:
         return handles
 
     def watch(self, unit: Unit) -> list:
-        """Have `on_grad` called for every trained parameter of a unit; the handles undo it.
+        """Have `_on_grad` called for every trained parameter of a unit; the handles undo it.
 
         The garbage collector does not see what these hooks hold, so they hold nothing: who forgets a model frees it.
         """
+        here = weakref.ref(self)
         return [
-            param.register_post_accumulate_grad_hook(_GradHook(weakref.ref(self), weakref.ref(gradient), index))
+            param.register_post_accumulate_grad_hook(functools.partial(_on_grad, here, weakref.ref(gradient), index))
             for gradient in unit.gradients
             for index, param in enumerate(gradient.buffer.params)
         ]
@@ -143,6 +132,7 @@ class Schedule:
         """Units were replaced: forget what is known of the old ones."""
         self._reductions = Reductions(self.units, overlap=self.limits.overlap)
         self._any_sharded = any(unit.sharded for unit in self.units)
+        self._any_fetched = any(unit.is_fetched for unit in self.units)
         self._order.forget()
         self._progress.forget()
         self._live.clear()
@@ -239,6 +229,8 @@ class Schedule:
             for unit in resting:
                 unit.begin_unshard()
             ahead += numel
+            if ahead >= self.limits.prefetch and not self._any_fetched:
+                return
 
     def _hook_outputs(self, point: HookPoint, output: object) -> bool:
         """Have a hook called before a gradient enters this call; whether there is such a gradient."""
@@ -331,12 +323,6 @@ class Schedule:
                 del self._live[unit]
                 self._reshard(unit)
 
-    def on_grad(self, gradient: GradientBuffer, index: int, param: nn.Parameter) -> None:
-        """A parameter's gradient is there: take it over."""
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
-        gradient.add(index, guard.take_grad(param))
-
     @property
     def _reducing_now(self) -> bool:
         return self.sync or self.reduce_every_microbatch
@@ -392,3 +378,14 @@ class Schedule:
         self._progress.end_backward()
         self.reshard_all()
         self.phase = Phase.IDLE
+
+
+def _on_grad(
+    here: weakref.ref[Schedule], holder: weakref.ref[GradientBuffer], index: int, param: nn.Parameter
+) -> None:
+    """A parameter's gradient is there: have its buffer take it over."""
+    schedule, gradient = here(), holder()
+    if schedule is not None and gradient is not None:
+        if schedule.phase is not Phase.BACKWARD:
+            schedule._begin_backward()
+        gradient.add(index, guard.take_grad(param))

@@ -34,6 +34,7 @@ class Structure:
         listener: UnitListener,
     ) -> None:
         self._builder, self._listener = builder, listener
+        builder.reserve(model)
         made = {plan: builder.build(plan, index, listener) for index, plan in enumerate(plans)}
         self.units = list(made.values())
         self._points: list[tuple[nn.Module, HookPoint]] = []

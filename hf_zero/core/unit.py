@@ -91,6 +91,11 @@ class Unit:
 
     # -- unshard and reshard ---------------------------------------------------------------------------------------
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether gathers are made of what has to be brought into memory first."""
+        return any(not shard.keeps_memory for buffer in self.buffers for shard in buffer.resting.weights)
+
     def begin_fetch(self) -> None:
         """Have this rank's slice read ahead, where it rests on disk."""
         for buffer in self.buffers:

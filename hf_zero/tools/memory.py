@@ -71,7 +71,7 @@ def bytes_elsewhere(engine: ZeroEngine) -> dict[str, dict[str, int]]:
             found[weights.place]["parameters"] += weights.numel * weights.dtype.itemsize
     found[Place.HOST]["buffers"] += engine.homes.buffer_bytes
     del found[Place.DEVICE]
-    return {place.value: +counts for place, counts in found.items() if counts.total()}
+    return {place.value: dict(+counts) for place, counts in found.items() if counts.total()}
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:

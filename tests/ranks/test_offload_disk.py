@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import json
 import os
 import threading
 from pathlib import Path
@@ -91,6 +92,8 @@ def _count(folder, places):
         value.isnan().any() for state in optimizer.state_dict()["state"].values() for value in state.values()
     )
     held = engine.homes.optimizer.held()
+    report = json.loads(json.dumps(hf_zero.memory_report(model).to_dict()))["elsewhere"]
+    assert sum(report["disk"].values()) == held[Place.DISK], report
     engine.undo()
     return {kind: (after[kind] - before[kind], evaluated[kind] - after[kind]) for kind in ("read", "write")}, held
 
