@@ -22,6 +22,7 @@ _CPU_RANKS = 2
 def main(argv: Sequence[str]) -> int:
     """0 where every promise holds, 1 where one does not, 2 where nothing could be verified."""
     options = _parser().parse_args(argv)
+    options.script = list(argv)[len(argv) - len(options.script) :]  # as they were typed, underscores and all
     try:
         return _run(options)
     except ZeroError as error:
@@ -53,7 +54,7 @@ def _verify_model(options: argparse.Namespace, folder: Path) -> int:
     return 0 if found["holds"] else 1
 
 
-def _verify_script(options: argparse.Namespace, folder: Path) -> int:
+def _verify_script(options: argparse.Namespace, output: Path) -> int:
     """Run the script twice, as it is configured and at stage 0, and compare what both have computed."""
     from hf_zero.launcher import start
     from hf_zero.launcher.arguments import config_of_command, parse_command
@@ -65,36 +66,27 @@ def _verify_script(options: argparse.Namespace, folder: Path) -> int:
             raise ZeroError(f"--{name} and a script both say what is to be trained: leave one of them out")
     if not Path(options.script[0]).is_file():
         raise ZeroError(f"there is no script '{options.script[0]}'")
-    words = [*_launch_options(options), "--module", "hf_zero.verify.traced", *options.script]
-    config = config_of_command(parse_command(words))
+    start_words, script = _launch_options(options), ["--module", "hf_zero.verify.traced", *options.script]
+    config = config_of_command(parse_command([*start_words, *script]))
     if config.zero_stage == 0:
         raise ZeroError(
             "the configuration is of stage 0, which is plain data parallelism: name one to compare with it"
         )
     with tempfile.TemporaryDirectory(prefix="hf-zero-verify-") as temporary:
         runs = []
-        for what, stage in (("run", []), ("reference", ["--zero_stage", "0"])):
-            os.environ |= {FOLDER_VARIABLE: f"{temporary}/{what}", STEPS_VARIABLE: str(options.steps)}
-            Path(temporary, what).mkdir()
-            print(f"hf-zero verify: {options.script[0]} at stage {0 if stage else config.zero_stage}", flush=True)
-            if start.main([*_without_stage(words, stage), *stage, *words[words.index("--module") :]]):
-                raise ZeroError(f"{options.script[0]} has failed at stage {0 if stage else config.zero_stage}")
-            runs.append(TracedRun.read(Path(temporary, what)))
+        for stage in (config.zero_stage, 0):
+            folder = Path(temporary, str(stage))
+            folder.mkdir()
+            os.environ |= {FOLDER_VARIABLE: str(folder), STEPS_VARIABLE: str(options.steps)}
+            print(f"hf-zero verify: {options.script[0]} at stage {stage}", flush=True)
+            if start.main([*start_words, *([] if stage else ["--zero_stage", "0"]), *script]):
+                raise ZeroError(f"{options.script[0]} has failed at stage {stage}")
+            runs.append(TracedRun.read(folder))
         settings = {name: getattr(config, name) for name in config.chosen()}
-        precision = config.mixed_precision if config.is_set("mixed_precision") else "no"
-        found = compare_traces(*runs, script=" ".join(options.script), precision=precision, settings=settings)
-    found.write(folder)
-    print("\n".join([*found.lines(), f"written to {folder.resolve()}"]), flush=True)
+        found = compare_traces(*runs, script=" ".join(options.script), settings=settings)
+    found.write(output)
+    print("\n".join([*found.lines(), f"written to {output.resolve()}"]), flush=True)
     return 0 if found.holds else 1
-
-
-def _without_stage(words: list[str], stage: list[str]) -> list[str]:
-    """The options of the launcher; without one of the stage, where another is to come."""
-    options = words[: words.index("--module")]
-    if stage and "--zero_stage" in options:
-        at = options.index("--zero_stage")
-        del options[at : at + 2]
-    return options
 
 
 def _launch_options(options: argparse.Namespace) -> list[str]:

@@ -47,14 +47,14 @@ class TracedRun:
         return {name.partition(":")[2]: value for name, value in values.items() if name.startswith(kind)}
 
 
-def compare_traces(mine: TracedRun, right: TracedRun, *, script: str, precision: str, settings: dict) -> Certificate:
+def compare_traces(mine: TracedRun, right: TracedRun, *, script: str, settings: dict) -> Certificate:
     """The certificate of a script. Raises ZeroLaunchError where the second run was no plain data parallelism."""
     if right.ranks[0]["stage"]:
         raise ZeroLaunchError(
             f"the script was started for stage 0, and trained by {right.ranks[0]['system']}: it names a configuration "
             "itself (--deepspeed or zero_stage=); leave that out, and give the file by --config"
         )
-    comparison = _Comparison(mine, right, _ROUNDING[precision])
+    comparison = _Comparison(mine, right, _ROUNDING[mine.ranks[0]["precision"]])
     finding = comparison.run()
     return Certificate(
         system=f"{mine.ranks[0]['system']}, beside {right.ranks[0]['system']}",

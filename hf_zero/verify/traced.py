@@ -109,6 +109,7 @@ class Tracer:
         found = {
             "system": system,
             "stage": None if engine is None else engine.config.zero_stage,
+            "precision": "no" if engine is None else engine.config.mixed_precision,
             "trained": trained,
             "steps": self._step,
             "losses": self.losses,

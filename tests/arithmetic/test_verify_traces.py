@@ -22,6 +22,7 @@ def _run():
     rank = {
         "system": "stock classes",
         "stage": None,
+        "precision": "no",
         "trained": {name: name != "old.weight" for name in NAMES},
         "steps": STEPS,
         "losses": [[step, 4.0 - step - 0.1 * n] for step in range(STEPS) for n in range(MICRO)],
@@ -45,9 +46,9 @@ def _write(run, folder):
     return TracedRun.read(folder)
 
 
-def _compare(mine, right, folder, precision="no"):
+def _compare(mine, right, folder):
     runs = _write(mine, folder / "run"), _write(right, folder / "reference")
-    return compare_traces(*runs, script="train.py", precision=precision, settings={"zero_stage": 3})
+    return compare_traces(*runs, script="train.py", settings={"zero_stage": 3})
 
 
 def _sharded():
@@ -117,12 +118,14 @@ def test_the_first_difference_is_named(fault, tmp_path):
 
 def test_half_precision_widens_the_bounds_and_a_factor_is_still_seen(tmp_path):
     run = _sharded()
+    for noted in run["ranks"]:
+        noted["precision"] = "bf16"
     run["ranks"][0]["losses"][0][1] += 0.02
     run["values"][0]["weight:embed.weight"] *= 1 + 2**-9
-    assert _compare(run, _run(), tmp_path, precision="bf16").holds
+    assert _compare(run, _run(), tmp_path).holds
     _scale(run, 2)
     (tmp_path / "again").mkdir()
-    assert "scaled by N" in _compare(run, _run(), tmp_path / "again", precision="bf16").finding.cause
+    assert "scaled by N" in _compare(run, _run(), tmp_path / "again").finding.cause
 
 
 def test_a_script_that_sets_its_own_stage_or_trains_nothing_is_refused(tmp_path):

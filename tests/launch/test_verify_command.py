@@ -36,9 +36,10 @@ from tests.support import zoo
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
 
 transformers.set_seed(0)
+rate = float(sys.argv[sys.argv.index("--learning_rate") + 1])
 args = ZeroTrainingArguments(
     "out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=5, max_grad_norm=0.1,
-    learning_rate=float(sys.argv[1]), report_to=[], disable_tqdm=True, save_strategy="no",
+    learning_rate=rate, report_to=[], disable_tqdm=True, save_strategy="no",
 )
 ZeroTrainer(zoo.build("llama_tied"), args, train_dataset=make_data("llama_tied", 40)).train()
 """
@@ -47,10 +48,12 @@ ZeroTrainer(zoo.build("llama_tied"), args, train_dataset=make_data("llama_tied",
 @pytest.mark.slow
 def test_a_script_is_run_twice_and_its_steps_are_compared(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    (output,), (status,) = launches.run((*VERIFY, "--steps", 2, "train.py", "1e-3"), folder=tmp_path)
+    (output,), (status,) = launches.run(
+        (*VERIFY, "--steps", 2, "train.py", "--learning_rate", "1e-3"), folder=tmp_path
+    )
     assert status == 0 and "every promise holds" in output, output
     written = json.loads((tmp_path / "certificate/certificate.json").read_text())
-    assert (written["model"], written["steps"], written["micro_batches"]) == ("train.py 1e-3", 2, 2)
+    assert (written["model"], written["steps"], written["micro_batches"]) == ("train.py --learning_rate 1e-3", 2, 2)
     assert written["system"] == "hf_zero, stage 3, beside hf_zero, stage 0", written["system"]
     promises = {verdict["promise"]: verdict["verdict"][:5] for verdict in written["verdicts"]}
     assert set(promises.values()) == {"holds"} and "gradients, clipped" in promises, promises
