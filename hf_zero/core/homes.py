@@ -33,7 +33,7 @@ SHELF_ELEMENTS = 4 << 20
 # gradient norm fall as they would without a cut.
 _CUT = 1024
 # Fewer elements than these are not worth a way to the disk: a request would carry less than 256 KiB.
-_LEAST_ON_DISK = 1 << 16
+LEAST_ON_DISK = 1 << 16
 _IN_FLIGHT = 8  # requests to one disk at a time, of all ranks beside each other
 
 
@@ -239,7 +239,7 @@ class Homes:
             if path not in files:
                 files[path] = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
             # Buffers of their own: what is read ahead of the one kind does not take those of the other.
-            return DiskHome(files[path], config.offload_buffer_count, limit=host.limit, least=_LEAST_ON_DISK)
+            return DiskHome(files[path], config.offload_buffer_count, limit=host.limit, least=LEAST_ON_DISK)
 
         return cls(
             device=on_device,

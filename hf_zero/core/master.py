@@ -64,6 +64,7 @@ class MasterShard:
     Attributes:
         is_near: the engine's device can read the weight; otherwise `copy` is read in its place.
         copy: in the dtype of computation, of a shard that is not near and of which gathers are made.
+        owed_grad: what the step that is owed needs, if one is.
 
     [Note: debts] A shard away from the device is not stepped by `optimizer.step()`, which only decides about the step.
     From then on the shard *owes* it, and makes it when somebody opens it next: at the gather of its unit, say. So
@@ -93,6 +94,7 @@ class MasterShard:
         self._shelf: Shelf | None = None  # until `rest` the tensors are ordinary ones
         self._written = False  # `weight.grad` holds the sum of a whole reduction at least
         self._debt: Callable[[], None] | None = None
+        self.owed_grad: Tensor | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -157,17 +159,17 @@ class MasterShard:
 
     def leave(self) -> None:
         """Give up its room: the shard is not used again."""
-        self._debt = None
+        self._debt = self.owed_grad = None
         for shelf in (self._shelf, self.copy):
             if shelf is not None:
                 shelf.leave()
 
     # -- debts (see [Note: debts]) ----------------------------------------------------------------------------------
 
-    def owe(self, step: Callable[[], None]) -> None:
-        """Have `step` called, once and inside `open`, before anybody sees the values again."""
+    def owe(self, step: Callable[[], None], grad: Tensor) -> None:
+        """Have `step`, which needs `grad`, called once and inside `open`, before anybody sees the values again."""
         assert self._debt is None, "a shard owes one step at a time"
-        self._debt = step
+        self._debt, self.owed_grad = step, grad
 
     def begin_fetch(self) -> None:
         """Have what a step needs that is owed read ahead."""
@@ -180,7 +182,7 @@ class MasterShard:
             raise self._failure
         if self._debt is None:
             return
-        step, self._debt = self._debt, None
+        step, self._debt, self.owed_grad = self._debt, None, None
         try:
             with self._opened(write=True, kinds=None):
                 step()

@@ -90,8 +90,8 @@ class Stepper:
         self.put_back()
         if taken is not None:
             self.owing = True
-            for shard in list(taken.grads):
-                shard.owe(functools.partial(self._pay, taken, shard))
+            for shard, (_, grad) in taken.grads.items():
+                shard.owe(functools.partial(self._pay, taken, shard), grad)
 
     def put_back(self) -> None:
         """Give shards back the gradients that `before` has taken: they are no others until `zero_grad`."""

@@ -20,10 +20,10 @@ from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.extents import arrange
-from hf_zero.core.homes import Homes
+from hf_zero.planning.disk import planned_homes
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
-from hf_zero.tools.memory import tensors_by_category
+from hf_zero.tools.memory import bytes_elsewhere, tensors_by_category
 
 
 # State tensors per weight, of the optimizers that Trainer knows by these names.
@@ -163,7 +163,7 @@ def trace(model: nn.Module, scenario: Scenario, inputs: dict[str, Tensor] | None
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
     )
     with meter:
-        homes = Homes.on_device(torch.device("meta"))
+        homes = planned_homes(scenario.config, scenario.backend)
         engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"), homes=homes)
     try:
         optimizer = _PlannedOptimizer(_groups(model), scenario.optimizer_states)
@@ -232,6 +232,7 @@ def _train(
     # The gather of updated weights that a step has begun belongs to it: its values may be read before the next one.
     for unit in engine.units:
         unit.unshard() if not unit.sharded else None
+    elsewhere = bytes_elsewhere(engine)
     resident = {name: count for name, count in meter.live.items() if name != ACTIVATIONS and count}
     whole = {trained: [b.unsharded for b in engine.buffers if b.trainable is trained] for trained in (True, False)}
     trained, frozen = (
@@ -251,6 +252,8 @@ def _train(
         logits=meter.most_logits,
         trained_slices=trained,
         frozen_slices=frozen,
+        disk=elsewhere.get("disk", {}),
+        host={"buffers": engine.homes.buffer_bytes} if "disk" in elsewhere else {},
     )
 
 

@@ -45,6 +45,8 @@ def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
             found["parameters"] += buffer.kept_weights
         found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
         found["gradients"] += [tensor for g in unit.gradients for tensor in g.fetched]
+    shards = [shard for buffer in engine.buffers for shard in buffer.master_shards]
+    found["gradients"] += [shard.owed_grad for shard in shards if shard.owed_grad is not None]
     for master in engine.masters:
         found["master weights"].append(master)
         if master.grad is not None:
@@ -163,8 +165,9 @@ def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
             numel, weight = shard.numel, shard.weight
             flats = shard.flats_in(states.get(weight, {})).values()
             count["optimizer"] += numel * sum(flat.itemsize for flat in (weight, *flats))
-            if weight.grad is not None:
-                count["gradients"] += numel * weight.grad.itemsize
+            grad = shard.owed_grad if weight.grad is None else weight.grad
+            if grad is not None:
+                count["gradients"] += numel * grad.itemsize
     for gradient in unit.gradients:
         count["gradients"] += sum(tensor.nbytes for tensor in gradient.held)
     names = ("parameters", "unsharded", "gradients", "optimizer")

@@ -2,10 +2,13 @@
 
 import tempfile
 
+import pytest
 import torch
 
 import hf_zero
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.planning.model import BatchShape
+from hf_zero.planning.trace import Scenario, trace
 from tests.ranks.test_memory import batch, build
 from tests.support.far_home import disk_homes, host_homes
 from tests.support.harness import distributed
@@ -41,6 +44,32 @@ def test_state_on_disk_is_not_in_memory():
     for unit in report.units:
         assert unit.optimizer > 0, "units say what is theirs, wherever it rests"
     assert "master weights, disk" in str(report)
+
+
+@pytest.mark.parametrize("weights", ["none", "nvme"])
+@distributed(world_size=2)
+def test_the_plan_is_what_rests(weights, tmp_path):
+    """The engine that is planned with is the one that trains: at rest the same bytes, in memory and on disk."""
+    folder = {"offload_optimizer_nvme_path": str(tmp_path), "offload_param_nvme_path": str(tmp_path)}
+    config = hf_zero.ZeroConfig(
+        zero_stage=3, offload_optimizer_device="nvme", offload_param_device=weights, sub_group_size=1 << 17, **folder
+    )
+    scenario = Scenario(config=config, world_size=2, batch=BatchShape(rows=2, length=16), backend="gloo")
+    with torch.device("meta"):
+        model = build(hidden=256)
+    plan = trace(model, scenario)
+    model = build(hidden=256)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = hf_zero.shard(model, optimizer, config)
+    for _ in range(2):
+        engine.backward(model(**batch(model)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = hf_zero.memory_report(model)
+    assert report.categories["gradients"] > 1e6, "steps that are owed need them"
+    assert report.elsewhere["disk"] == plan.disk and sum(plan.disk.values()) > 1e6, (report.elsewhere, plan.disk)
+    assert abs(report.state_bytes / plan.resident_bytes - 1) < 0.01, (report.categories, plan.resident)
+    assert abs(report.elsewhere["host"]["buffers"] / plan.host["buffers"] - 1) < 0.01, (report.elsewhere, plan.host)
 
 
 @distributed(world_size=2)
