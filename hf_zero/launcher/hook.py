@@ -31,7 +31,8 @@ def _is_accelerate_launch() -> bool:
     if _LAUNCH in sys.modules or not sys.argv:
         return False
     name = os.path.basename(sys.argv[0]).removesuffix(".exe")
-    is_launch = name == "accelerate-launch" or (name == "accelerate" and sys.argv[1:2] == ["launch"])
+    # `trl sft --accelerate_config zero3` calls the launcher in its own process.
+    is_launch = name in ("accelerate-launch", "trl") or (name == "accelerate" and sys.argv[1:2] == ["launch"])
     return is_launch and (_is_asked() or not _deepspeed_is_installed())
 
 

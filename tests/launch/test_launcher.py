@@ -369,6 +369,7 @@ def test_rank_environment_takes_over_and_names_the_cpu(monkeypatch, other):
     [
         (["/v/bin/accelerate", "launch", "x.py"], None, False, True),
         (["/v/bin/accelerate-launch", "x.py"], None, False, True),
+        (["/v/bin/trl", "sft", "--accelerate_config", "zero3"], None, False, True),
         (["/v/bin/accelerate", "launch"], "HF_ZERO_LAUNCH_HOOK=0", False, False),
         (["/v/bin/accelerate", "launch"], None, True, False),
         (["/v/bin/accelerate", "launch"], "HF_ZERO_ADOPT=1", True, True),

@@ -342,7 +342,6 @@ def example_cases(folder: Path) -> list[Case]:
         "complete_nlp_example.py": "--checkpointing_steps epoch --output_dir {out}",
         "by_feature/automatic_gradient_accumulation.py": "",
         "by_feature/checkpointing.py": "--checkpointing_steps epoch --output_dir {out}",
-        "by_feature/cross_validation.py": "--num_folds 2",
         "by_feature/early_stopping.py": "",
         "by_feature/gradient_accumulation.py": "--gradient_accumulation_steps 2",
         "by_feature/memory.py": "",
@@ -351,6 +350,7 @@ def example_cases(folder: Path) -> list[Case]:
         "by_feature/tracking.py": "--with_tracking --project_dir {out}",
     }
     special = {
+        "by_feature/cross_validation.py": {"arguments": "--num_folds 2", "needs": ("sklearn",)},
         "by_feature/local_sgd.py": {"refused": "without LocalSGD"},
         "by_feature/deepspeed_with_config_support.py": {
             "arguments": "--block_size 32 --num_train_epochs 1 " + clm,
