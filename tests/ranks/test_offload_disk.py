@@ -210,7 +210,7 @@ def test_a_disk_that_fails_ends_training_with_position_and_reason(kind, call, tm
 
 
 def _save(folder, disk, asynchronous, resume=None):
-    homes._LEAST_ON_DISK = 1  # the model is tiny
+    homes.LEAST_ON_DISK = 1  # the model is tiny
     places = (
         {} if disk is None else {"zero_offload_optimizer_device": "nvme", "zero_offload_optimizer_nvme_path": disk}
     )
