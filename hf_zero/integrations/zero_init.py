@@ -71,7 +71,7 @@ class _Loader:
     def __call__(self, model, state_dict, checkpoint_files, load_config, expected_keys=None):
         if load_config.is_quantized:
             raise ZeroConfigError(
-                "quantized weights cannot be sharded: use stage 1 or 2, or load them without zero_init "
+                "quantized weights cannot be sharded: load them without zero_init "
                 "(`zero3_init_flag: false`) for a model that is not trained"
             )
         sliced = state_dict is None and all(str(file).endswith(".safetensors") for file in checkpoint_files or [""])
