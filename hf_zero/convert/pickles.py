@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import pickle
 import zipfile
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _DAMAGES = (
     *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, pickle.PickleError),
-    *(zipfile.BadZipFile, zlib.error),
+    *(OverflowError, MemoryError, zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -108,8 +109,8 @@ def load_part(file: BinaryIO, path: Path) -> Any:
 def load_plain(path: Path) -> Any:
     """The content of a file that `pickle` wrote, with every object as `Inert`; sizes and dtypes are torch's own."""
     try:
-        with path.open("rb") as file:
-            return _InertUnpickler(file).load()
+        # From memory: of a file, the unpickler would make room for as many bytes as a damaged length asks for.
+        return _InertUnpickler(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         raise ZeroCheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except _DAMAGES as error:
