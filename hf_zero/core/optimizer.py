@@ -63,6 +63,18 @@ class ZeroOptimizerMixin(_Optimizer):
 
     _zero_owner: OptimizerOwner
 
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; a closure is called first, as the gradients that it makes belong to this step."""
+        if closure is None:
+            return super().step(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        super().step(*args, **kwargs)
+        return loss
+
+    # torch would run the hooks of the step around this, too; a twin steps without any of it.
+    step.hooked = step.calls_closure = True  # type: ignore[attr-defined]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_owner.before_zero_grad(set_to_none)
         super().zero_grad(set_to_none)

@@ -24,7 +24,8 @@ def twin_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, object]) 
 
 def step_alone(twin: torch.optim.Optimizer) -> None:
     """Step a twin without the hooks that are called for every optimizer's step."""
-    step: Any = type(twin).step
+    steps = (vars(kind).get("step") for kind in type(twin).__mro__)
+    step: Any = next(step for step in steps if step is not None and not hasattr(step, "calls_closure"))
     # torch wraps a class's `step` once, in what calls hooks.
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
 
