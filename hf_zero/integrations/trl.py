@@ -130,10 +130,17 @@ class ZeroSyncRefModelCallback(SyncRefModelCallback):
             return
         reference.before_load()
         for mine, theirs in zip(policy.units, reference.units, strict=True):
-            if [buffer.names for buffer in mine.buffers] == [buffer.names for buffer in theirs.buffers]:
+            if _ranges(mine) == _ranges(theirs):
                 _mix_shards(mine, theirs, alpha)
-            else:  # frozen weights of the policy lie in a buffer of their own, those of the reference do not
+            else:
+                # Frozen weights of the policy lie in a buffer of their own, those of the reference do not; or a rank
+                # keeps more of what is frozen (`zero_hpz_partition_size`).
                 _mix_gathered(mine, theirs, alpha)
+
+
+def _ranges(unit: Unit) -> list[tuple[list[str], int, int]]:
+    """What this rank keeps of a unit."""
+    return [(buffer.names, buffer.begin, buffer.end) for buffer in unit.buffers]
 
 
 def _mix_shards(policy: Unit, reference: Unit, alpha: float) -> None:
