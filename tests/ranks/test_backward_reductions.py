@@ -113,13 +113,17 @@ def recorded():
     }
     before = {key: getattr(*key) for key in watched}
 
-    def note(key, self):
+    def note(key, self, **options):
         if line := watched[key](self):
             log.append(line)
-        return before[key](self)
+        return before[key](self, **options)
 
     for (owner, name), _ in watched.items():
-        setattr(owner, name, functools.partialmethod(lambda self, key: note(key, self), (owner, name)))
+        setattr(
+            owner,
+            name,
+            functools.partialmethod(lambda self, key, **options: note(key, self, **options), (owner, name)),
+        )
     try:
         yield log
     finally:
