@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.core.elementwise import check_elementwise
 from hf_zero.core.engine import engine_of
+from hf_zero.core.master import MASTER
 from hf_zero.core.optimizer import gather_states
 from tests.integration.test_accelerate_loops import STAGES, make_accelerator, weights_of
 from tests.support import zoo
@@ -123,7 +124,7 @@ def test_weights_follow_the_mode_in_16_bit_too():
         masters = gather_states(engine.buffers, engine.bindings)
         for name, param in model.named_parameters():
             assert evaluated[name].dtype == torch.bfloat16
-            assert torch.equal(evaluated[name], masters[param]["weight"].bfloat16().view_as(param)), (stage, name)
+            assert torch.equal(evaluated[name], masters[param][MASTER].bfloat16().view_as(param)), (stage, name)
         assert any(not torch.equal(evaluated[name], trained[name]) for name in trained), stage
 
 
