@@ -13,6 +13,7 @@ DEMO := recipes/demo/sft/config_demo.yaml
 DEMO_WEAK := recipes/demo/grpo/config_sft_weak.yaml
 DEMO_GRPO := recipes/demo/grpo/config_demo.yaml
 NUM_PROCESSES ?= 2
+PYTEST ?= # options for pytest
 # What a change to the engine breaks first, in seconds: parameters and gradients read outside of their module, norms.
 QUICK_RANKS := $(addprefix tests/ranks/test_, guard.py grad_norm.py two_optimizers.py buffers.py)
 
@@ -51,8 +52,12 @@ demo-grpo: $(STAMP)
 	    --num_processes $(NUM_PROCESSES) --mixed_precision no scripts/grpo.py --config $(DEMO_GRPO)
 	$(BIN)/python scripts/evaluate_arithmetic.py --config $(DEMO_GRPO)
 
+# Two halves side by side: most tests with ranks leave cores idle while they wait. The second one's output comes last.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); trap 'rm -f $$log' EXIT; status=0; \
+	$(BIN)/python -m pytest $(PYTEST) tests/ranks > $$log 2>&1 & ranks=$$!; \
+	$(BIN)/python -m pytest $(PYTEST) tests/arithmetic tests/integration tests/launch || status=$$?; \
+	wait $$ranks || status=$$?; cat $$log; exit $$status
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest tests/arithmetic $(QUICK_RANKS) -m "not slow and not exhaustive"

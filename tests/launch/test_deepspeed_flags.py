@@ -16,8 +16,8 @@ EXAMPLE = ROOT / "examples/deepspeed_loop"
 def test_flags_of_deepspeed_mean_what_they_mean_there(launched):  # noqa: F811
     json = EXAMPLE / "ds_config.json"
     status, args, environ = launched("--num_gpus=3", "--deepspeed_config", json, "train.py", "--deepspeed", "--lr", 1)
-    assert (status, args.num_processes, args.training_script) == (0, 3, "train.py")
-    assert args.training_script_args == ["--deepspeed", "--lr", "1"]
+    assert (status, args.num_processes, args.training_script) == (0, 3, "hf_zero.run")
+    assert args.training_script_args == ["train.py", "--deepspeed", "--lr", "1"]
     assert ZeroConfig.from_json(environ["HF_ZERO_CONFIG"]).zero_stage == 3
     words = ("--num_gpus", 4, "--num_nodes", 2, "--node_rank", 1, "--master_addr", "node0", "--master_port=29511")
     _, args, environ = launched(*words, "train.py", "--deepspeed", "--deepspeed_config", json)
