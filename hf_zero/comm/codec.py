@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 
+_OUTLIER = 64.0  # times the median of a block
 _CHUNK = 1 << 17  # elements at a time: what stays in a processor's cache
 
 
 class Codec:
-    """Symmetric block quantisation: `code = round(x / scale)`, with one bf16 scale for each block of elements.
+    """Symmetric block quantisation: `code = round(x / peak * largest code)`, with one peak for each block of elements.
 
-    The scale is the largest absolute value of the block over the largest code, rounded to bf16 before codes are made,
-    so that both sides use the same. A block with inf or nan decodes to nan. A payload is one uint8 tensor: all codes,
-    then all scales (8 bits: 1.0078 bytes per element, 4 bits: 0.5156).
+    The peak is the largest absolute value of the block, rounded to bf16 before codes are made, so that both sides use
+    the same. A block with inf or nan decodes to nan. A payload is one uint8 tensor: all codes, then all peaks (8 bits:
+    1.0078 bytes per element, 4 bits: 0.5156).
+
+    Decoded 8-bit values are encoded to the same payload again, also after they were rounded to bf16: the peak comes
+    back as it is, and the rounding is less than half a code.
 
     With 4 bits, blocks are rotated by a Hadamard matrix of 32 x 32 before (as in SDP4Bit, Jia et al. 2024,
     arXiv:2410.15526), which spreads outliers: the error no longer depends on how heavy the tails are.
@@ -37,23 +43,30 @@ class Codec:
     def encode(self, values: Tensor, payload: Tensor) -> None:
         """Write the payload of flat `values` (any floating dtype; whole blocks) into a flat uint8 tensor."""
         assert values.numel() % self.block == 0 and payload.numel() == self.nbytes(values.numel())
-        codes, scales = self._parts(payload, values.numel())
+        codes, peaks = self._parts(payload, values.numel())
         for at in range(0, values.numel(), _CHUNK):
             blocks = self._rotate(values[at : at + _CHUNK].float().view(-1, self.block))
             low, high = blocks.aminmax(dim=1)
-            scale = (torch.maximum(-low, high) / self._largest).bfloat16()
-            scales[at // self.block : at // self.block + len(scale)] = scale
-            # A block of zeros has the scale 0; where it is inf or nan the codes do not matter.
-            blocks = (blocks / scale.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)).nan_to_num_()
+            peak = torch.maximum(low.abs(), high.abs()).bfloat16()
+            peaks[at // self.block : at // self.block + len(peak)] = peak
+            # A block of zeros has the peak 0; where it is inf or nan the codes do not matter.
+            scale = (peak.float() / self._largest).clamp_min(torch.finfo(torch.float32).tiny)
+            blocks = (blocks / scale.unsqueeze(1)).nan_to_num_()
             blocks = blocks.round_().clamp_(-self._largest, self._largest).to(torch.int8).view(-1)
             self._pack(blocks, codes[at * self.bits // 8 : (at + blocks.numel()) * self.bits // 8])
 
+    def pack(self, values: Tensor) -> Tensor:
+        """The payload of flat `values`."""
+        payload = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.encode(values, payload)
+        return payload
+
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write the values of a payload into flat `out`, or add them to it."""
-        codes, scales = self._parts(payload, out.numel())
+        codes, peaks = self._parts(payload, out.numel())
         for at in range(0, out.numel(), _CHUNK):
             target = out[at : at + _CHUNK]
-            scale = scales[at // self.block : (at + target.numel()) // self.block].float()
+            scale = peaks[at // self.block : (at + target.numel()) // self.block].float() / self._largest
             blocks = self._unpack(codes[at * self.bits // 8 : (at + target.numel()) * self.bits // 8])
             values = self._rotate(blocks.view(-1, self.block) * scale.unsqueeze(1)).view(-1)
             if add:
@@ -62,11 +75,18 @@ class Codec:
                 target.copy_(values)
 
     def error(self, values: Tensor, payload: Tensor) -> Tensor:
-        """Sums of squares of the error and of the values (fp64, two elements, on the device of `values`)."""
+        """Sums of squares of the error and of the values (fp64, two elements, on the device of `values`).
+
+        A value of more than 64 times the median of its block (of the magnitudes that are not zero) counts as much as
+        that: with its own size an outlier would hide that the others of its block are lost.
+        """
         decoded = torch.empty_like(values, dtype=torch.float32)
         self.decode(payload, decoded)
         wrong = decoded.sub_(values).double().square().sum()
-        return torch.stack([wrong, values.double().square().sum()])
+        sizes = values.float().abs().view(-1, self.block)
+        median = sizes.masked_fill(sizes == 0, math.nan).nanmedian(dim=1, keepdim=True).values
+        counted = torch.minimum(sizes, _OUTLIER * median.nan_to_num(math.inf))
+        return torch.stack([wrong, counted.double().square().sum()])
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         size = numel * self.bits // 8

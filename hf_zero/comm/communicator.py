@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.codec import Codec
+from hf_zero.comm.feedback import ErrorFeedback
+from hf_zero.comm.meter import Quantised
 from hf_zero.comm.peer_memory import PeerMemory
 from hf_zero.comm.sums import DecodedSum, RankOrderSum
 from hf_zero.comm.traffic import Traffic
@@ -26,9 +28,6 @@ from hf_zero.comm.watchdog import Watchdog
 from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work
 from hf_zero.errors import ZeroRuntimeError
 
-
-# Told of what was encoded: the codec, the values and the payload.
-Watch = Callable[[Codec, Tensor, Tensor], None]
 
 MEETING_SECONDS = 60.0  # for all ranks to make a call that gathers the model
 
@@ -104,24 +103,25 @@ class Communicator:
             reads=reads,
         )
 
-    def split(self, groups: Sequence[Sequence[int]], *, near: int, where: str) -> Communicator:
+    def split(self, groups: Sequence[Sequence[int]], *, near: int, where: str, joins: bool = False) -> Communicator:
         """The communicator of the one of `groups` that this rank is in, counted together with this; a collective.
 
-        `near` and `where` are as above. Ranks that are all near may read each other's memory.
+        `near` and `where` are as above. Ranks that are all near may read each other's memory. `joins`: one watchdog.
         """
         transport = self._transport.split(groups)
         if near == transport.size - 1 and self._reads:
             transport = _connect_memory(transport)
-        watchdog = None
-        if self.watchdog is not None and isinstance(transport, GroupTransport):
+        watchdog = self.watchdog if joins else None
+        if not joins and self.watchdog is not None and isinstance(transport, GroupTransport):
             watchdog = self._watch(transport, self.watchdog.timeout_s)
         return Communicator(
             transport,
             deterministic=self.deterministic,
             watchdog=watchdog,
             near=near,
-            where=f" {where}",
+            where=where and f" {where}",
             traffic=self.traffic,
+            reads=joins and self._reads,
         )
 
     @classmethod
@@ -134,15 +134,17 @@ class Communicator:
         peer_memory: bool = True,
         together: bool = True,
         on_buffer: Callable[[list[Tensor]], None],
+        around: Callable[[Transport], Transport] | None = None,
     ) -> Communicator:
         """Rank 0 of `world_size` ranks that do not exist, for the planner: it counts, and moves nothing.
 
         `backend` ("gloo" or "nccl") and the options choose as in `connect`; `on_buffer` is called with tensors that
-        exist only for a move.
+        exist only for a move, and `around` puts a transport in front of the one that moves nothing.
         """
         if world_size == 1:
             return cls(Alone())
-        transport = Counting(world_size, "nccl" if backend == "nccl" else "messages", on_buffer=on_buffer)
+        transport: Transport = Counting(world_size, "nccl" if backend == "nccl" else "messages", on_buffer=on_buffer)
+        transport = transport if around is None else around(transport)
         reads = peer_memory and backend != "nccl"
         return cls(
             _connect_memory(transport) if reads and together else transport, deterministic=deterministic, reads=reads
@@ -200,23 +202,28 @@ class Communicator:
 
         `shard` holds the same values as the own slice, end to end, in memory that does not change before `fence`.
         """
-        self._count("all_gather", flat.nbytes // self.world_size)
+        self._count("all_gather", flat.nbytes // self.world_size, relayed=self._transport.relays)
         return self._work(self._transport.gather(flat, tag, shard), "all-gather", tag)
 
     def gather_quantised(
-        self, values: Tensor, flat: Tensor, tag: Tag, codec: Codec, watch: Watch, *, add: bool = False
+        self, values: Tensor, flat: Tensor, tag: Tag, quantised: Quantised, *, add: bool = False
     ) -> Work:
-        """Fill `flat` with everybody's `values` (whole blocks), as `codec` sends them, or add them to it.
+        """Fill `flat` with everybody's `values` (whole blocks) as they are sent, or add them to it.
 
         This rank's own come back quantised too, so that all ranks have the same.
         """
-        nbytes = codec.nbytes(values.numel())
-        payloads = torch.empty(nbytes * self.world_size, dtype=torch.uint8, device=values.device)
-        own = payloads[self.rank * nbytes : (self.rank + 1) * nbytes]
-        codec.encode(values, own)
-        watch(codec, values, own)
-        self._count("all_gather", nbytes)
-        landing = self._transport.gather(payloads, tag, [own])
+        assert quantised.codec is not None
+        payload = quantised.codec.pack(values)
+        quantised.watch(values, payload)
+        return self.gather_payloads(payload, flat, tag, quantised.codec, add=add)
+
+    def gather_payloads(self, payload: Tensor, flat: Tensor, tag: Tag, codec: Codec, *, add: bool = False) -> Work:
+        """Fill `flat` with what everybody's payloads hold, or add it; `payload` does not change before `fence`."""
+        nbytes = payload.numel()
+        payloads = torch.empty(nbytes * self.world_size, dtype=torch.uint8, device=payload.device)
+        payloads[self.rank * nbytes : (self.rank + 1) * nbytes] = payload
+        self._count("all_gather", nbytes, relayed=self._transport.relays)
+        landing = self._transport.gather(payloads, tag, [payload])
 
         def finish(land: Callable[[], None] = landing.finish) -> None:
             land()
@@ -226,28 +233,40 @@ class Communicator:
         landing.finish = finish
         return self._work(landing, "all-gather", tag)
 
-    def reduce_scatter_quantised(self, flat: Tensor, on_chunk: OnChunk, tag: Tag, codec: Codec, watch: Watch) -> Work:
-        """As `reduce_scatter` with one flat tensor of whole blocks, whose slices are sent as `codec` does."""
+    def reduce_scatter_quantised(
+        self, flat: Tensor, on_chunk: OnChunk, tag: Tag, quantised: Quantised, feedback: ErrorFeedback | None = None
+    ) -> Work:
+        """As `reduce_scatter` with one flat tensor of whole blocks, whose slices are sent by the codec."""
+        codec = quantised.codec
+        assert codec is not None
+        if feedback is not None:
+            feedback.correct((self._where, tag), flat)
         slices = flat.chunk(self.world_size)
         nbytes = codec.nbytes(slices[0].numel())
         payloads = torch.empty(nbytes * self.world_size, dtype=torch.uint8, device=flat.device)
         for values, payload in zip(slices, payloads.split(nbytes), strict=True):
             codec.encode(values, payload)
-        watch(codec, slices[0], payloads[:nbytes])
+        quantised.watch(slices[0], payloads[:nbytes])
+        if feedback is not None:
+            sent = torch.empty_like(flat)
+            for values, payload in zip(sent.chunk(self.world_size), payloads.split(nbytes), strict=True):
+                codec.decode(payload, values)
+            feedback.keep((self._where, tag), flat, sent)
         self._count("reduce_scatter", nbytes)
         total = DecodedSum(codec, slices[0].numel(), self.world_size, on_chunk)
         return self._work(self._transport.exchange([payloads], nbytes, tag, total), "reduce-scatter", tag)
 
     def reduce_scatter(self, parts: Sequence[Tensor], on_chunk: OnChunk, tag: Tag = UNTAGGED) -> Work:
-        """Sum over ranks; chunks of this rank's slice of the result are given to `on_chunk`, in fp32 at least.
+        """Sum over ranks; chunks of this rank's slice of the result go to `on_chunk`, in fp32 at least if it is a sum.
 
         `parts` are flat tensors that make up world_size equal slices, end to end: a single one, where not
         `takes_parts`. They belong to the collective from here on.
         """
         numel = sum(map(Tensor.numel, parts)) // self.world_size
-        self._count("reduce_scatter", numel * parts[0].itemsize)
         transport = self._transport
-        if not self.deterministic and transport.sums(parts[0].dtype):
+        sums = not self.deterministic and transport.sums(parts[0].dtype)
+        self._count("reduce_scatter", numel * parts[0].itemsize, relayed=sums)
+        if sums:
             landing = self._own_reduce_scatter(parts[0], numel, on_chunk, tag)
         else:
             landing = transport.exchange(parts, numel, tag, RankOrderSum(self.world_size, on_chunk))
@@ -255,6 +274,16 @@ class Communicator:
         if not transport.overlaps:
             work.wait()
         return work
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag, *, far: int = 0) -> Work:
+        """Send flat outgoing[r] to every other rank r, and fill incoming[r] with its message: of any lengths.
+
+        Nobody sends to itself. `far` of the bytes go to other machines.
+        """
+        nbytes = sum(tensor.nbytes for tensor in outgoing)
+        if self.shares:
+            self.traffic.count("hand_over", nbytes - far, far)
+        return self._work(self._transport.hand_over(outgoing, incoming, tag), "exchange", tag)
 
     def _own_reduce_scatter(self, flat: Tensor, numel: int, on_chunk: OnChunk, tag: Tag) -> Landing:
         out = flat.new_empty(numel)
@@ -271,7 +300,7 @@ class Communicator:
         if not self.shares:
             return self.reduce_scatter(parts, on_chunk, tag)
         (flat,) = parts
-        self._count("all_reduce", 2 * flat.nbytes // self.world_size)
+        self._count("all_reduce", 2 * flat.nbytes // self.world_size, relayed=self._transport.relays)
         landing = Landing([self._transport.all_reduce(flat, tag)], lambda: on_chunk(0, flat))
         return self._work(landing, "all-reduce", tag)
 
@@ -322,9 +351,10 @@ class Communicator:
         self._transport.barrier()
 
     def meet(self, purpose: str, timeout_s: float) -> None:
-        """Wait until all ranks of the group are here. Raises ZeroRuntimeError naming those that do not come in time.
+        """Wait until all ranks of the group are here, for the same purpose.
 
         Unlike a barrier it says who is missing, on any backend: for calls that scripts make on one rank by mistake.
+        Raises ZeroRuntimeError naming the ranks that do not come in time, or come for another purpose.
         """
         if not isinstance(self._transport, GroupTransport):
             return
@@ -341,16 +371,22 @@ class Communicator:
                 f"rank {self.rank} waited {timeout_s:g} s in {purpose}, but rank(s) {missing} of {self.world_size} "
                 f"did not call it: weights are sharded, so call it on all ranks (not under `if is_main_process`)"
             ) from error
+        purposes = [store.get(key).decode() for key in keys]
+        if len(set(purposes)) > 1:
+            places = ", ".join(f"rank {rank} in {place}" for rank, place in enumerate(purposes))
+            raise ZeroRuntimeError(f"the ranks do different things: {places}. All must take the same branches")
 
     def close(self) -> None:
         """End the watching and give back what connects the ranks."""
         if self.watchdog is not None:
             self.watchdog.stop()
 
-    def _count(self, kind: str, nbytes: int) -> None:
-        """Note a collective in which this rank sends `nbytes` to every other."""
+    def _count(self, kind: str, nbytes: int, *, relayed: bool = False) -> None:
+        """Note a collective in which `nbytes` of this rank come to every other one; relayed, once to every node."""
         if self.world_size > 1 or self.shares:
-            self.traffic.count(kind, nbytes * self.near, nbytes * (self.world_size - 1 - self.near))
+            others = self.world_size - 1
+            far = (others - self.near) // (self.near + 1 if relayed else 1)
+            self.traffic.count(kind, nbytes * (others - far), nbytes * far)
 
     def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
         return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
@@ -358,8 +394,7 @@ class Communicator:
 
 def _connect_memory(transport: Transport) -> Transport:
     """For ranks of one machine: the same, by reading each other's memory; as it is where the system forbids that."""
-    if isinstance(transport, Counting):
+    if not isinstance(transport, Messages):
         return transport.by_reads()
-    assert isinstance(transport, Messages)
     peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
     return transport if peers is None else Reads(transport, peers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int, set[int]]:
@@ -17,6 +19,16 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int, set[int]]:
     machines: list[int] = [0] * size
     dist.all_gather_object(machines, int(os.environ.get("LOCAL_WORLD_SIZE", 0)), group=group)
     return size, dist.get_rank(group), set(machines) - {0}
+
+
+def global_ranks(group: dist.ProcessGroup | None, numbers: Iterable[int]) -> tuple[int, ...]:
+    """The numbers in the default group of ranks of a process group."""
+    return tuple(number if group is None else dist.get_global_rank(group, number) for number in numbers)
+
+
+def named_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """torch's mesh of all ranks, by the names of its dimensions; neighbours differ in the last one. A collective."""
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:

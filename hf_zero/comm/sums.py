@@ -10,13 +10,16 @@ from hf_zero.comm.work import OnChunk, wide
 
 
 class RankOrderSum:
-    """Adds up what ranks hand over, chunk by chunk and in rank order, in fp32 at least."""
+    """Adds up what ranks hand over, chunk by chunk and in rank order, in fp32 at least; those of one rank stay."""
 
     def __init__(self, size: int, on_chunk: OnChunk) -> None:
         self._last, self._on_chunk = size - 1, on_chunk
         self._total: Tensor | None = None
 
     def __call__(self, source: int, at: int, values: Tensor) -> None:
+        if self._last == 0:
+            self._on_chunk(at, values)
+            return
         if self._total is None:
             self._total = values.to(wide(values.dtype))
         else:

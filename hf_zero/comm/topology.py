@@ -31,6 +31,7 @@ class Topology:
     local: int = 1
     rank: int = 0
     machine: int = 0  # ranks on one machine, which decides what a link is; 0: all
+    weights: tuple[float, ...] = ()  # shares of the ranks of a replica in the optimizer's state; none: equal ones
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.nodes, self.local) < 1:
@@ -54,6 +55,11 @@ class Topology:
     def shards(self) -> int:
         """Ranks that share one copy: the number of slices."""
         return self.nodes * self.local
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """This rank's share in the optimizer's state, and the sum of all shares in a replica."""
+        return (self.weights[self.rank % self.shards], sum(self.weights)) if self.weights else (1, self.shards)
 
     def place_of(self, rank: int) -> tuple[int, int, int]:
         """(replica, node, local) of a rank."""

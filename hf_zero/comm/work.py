@@ -108,10 +108,12 @@ class Route(Work):
         self._hop, self._more = first, deque(more)
 
     def advance(self) -> None:
-        """Wait for the hop under way and begin the next one, if there is one."""
+        """Wait for the hop under way and begin the next one, if there is one; a hop may be a route itself."""
         if self._more:
             self._hop.wait()
             self._hop = self._more.popleft()()
+        else:
+            self._hop.advance()
 
     def wait(self) -> None:
         while self._more:

@@ -23,6 +23,7 @@ class Transport:
         name: the way of moving, for people.
         device: where tensors must lie for `broadcast`.
         overlaps: a move progresses while this thread computes. If not, waiting late gains nothing and holds memory.
+        relays: its own collectives pass values on from rank to rank, so that each comes to a node once.
         takes_parts: `exchange` reads tensors where they lie; elsewhere it is given one flat tensor.
     """
 
@@ -31,6 +32,7 @@ class Transport:
     name: str
     device = torch.device("cpu")
     overlaps = True
+    relays = False
     takes_parts = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
@@ -39,6 +41,10 @@ class Transport:
         Every rank of this transport is in one of the groups.
         """
         raise NotImplementedError
+
+    def by_reads(self) -> Transport:
+        """One for ranks of one machine that read each other's memory; this one where they cannot."""
+        return self
 
     def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
         """Fill `flat` (`size` equal slices) in place; this rank's own slice is already there.
@@ -51,6 +57,13 @@ class Transport:
         """Hand every rank its slice (`numel` elements) of everybody's `parts`.
 
         `parts` lie end to end and belong to the move from here on.
+        """
+        raise NotImplementedError
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        """Send flat outgoing[r] to every other rank r, and fill incoming[r] with its message: of any lengths.
+
+        A message of no elements is none. The outgoing tensors belong to the move from here on.
         """
         raise NotImplementedError
 

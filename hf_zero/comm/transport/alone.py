@@ -29,3 +29,6 @@ class Alone(Transport):
                 at += part.numel()
 
         return Landing((), finish)
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        return Landing()

@@ -39,8 +39,13 @@ class Messages(GroupTransport):
         landing.finish = finish
         return landing
 
-    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup, tag: Tag) -> Landing:
-        """Send outgoing[r] to every other rank r and receive its message into incoming[r].
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        return self._swap(outgoing, incoming, self.group, tag)
+
+    def _swap(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, tag: Tag
+    ) -> Landing:
+        """Send outgoing[r] to every other rank r and receive its message into incoming[r], where there is one.
 
         Tensors on a device pass through the host, as gloo sends host memory only.
         """
@@ -52,10 +57,14 @@ class Messages(GroupTransport):
         for step in range(1, self.size):
             # Each step pairs the ranks differently, so that no rank is everybody's first target.
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            received = dist.irecv(incoming[source], src=self.ranks[source], group=group, tag=tag.number)
-            sent = dist.isend(outgoing[target], dst=self.ranks[target], group=group, tag=tag.number)
-            assert received is not None and sent is not None, "this rank is one of the group's"
-            handles += [received, sent]
+            if incoming[source].numel():
+                received = dist.irecv(incoming[source], src=self.ranks[source], group=group, tag=tag.number)
+                assert received is not None, "this rank is one of the group's"
+                handles.append(received)
+            if outgoing[target].numel():
+                sent = dist.isend(outgoing[target], dst=self.ranks[target], group=group, tag=tag.number)
+                assert sent is not None, "this rank is one of the group's"
+                handles.append(sent)
 
         def land() -> None:
             for rank, (target, source) in enumerate(zip(targets, incoming, strict=True)):

@@ -16,6 +16,8 @@ from hf_zero.comm.work import Handle, Landing, Tag
 class Nccl(GroupTransport):
     """Collectives run on the streams of their process groups; waiting makes the compute stream wait, not the host."""
 
+    relays = True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.name = dist.get_backend(group)
@@ -36,6 +38,14 @@ class Nccl(GroupTransport):
         def finish(flat: Tensor = flat) -> None:  # `flat` stays referenced until the collective on its stream is over
             for rank, values in enumerate(received):
                 take(rank, 0, values)
+
+        return Landing([handle], finish)
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        handle = dist.all_to_all(list(incoming), list(outgoing), group=self.group, async_op=True)
+
+        def finish(outgoing: Sequence[Tensor] = outgoing) -> None:
+            """`outgoing` stays referenced until the collective on its own stream is over."""
 
         return Landing([handle], finish)
 
