@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm import dtensors
 from hf_zero.comm.communicator import Communicator
 from hf_zero.comm.mesh import Mesh
-from hf_zero.comm.process_groups import place_in
+from hf_zero.comm.process_groups import global_ranks, place_in
+from hf_zero.comm.topology import Topology
+from hf_zero.comm.transport.alone import Alone
 from hf_zero.comm.work import Tag
 from hf_zero.config import ZeroConfig
 from hf_zero.core import deferred, guard
-from hf_zero.core.extents import arrange, quantised_kinds
+from hf_zero.core.codecs import frozen_codec, quantised_kinds
+from hf_zero.core.extents import arrange
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.homes import Homes
 from hf_zero.core.loss_scale import LossScaler
+from hf_zero.core.order import Limits
+from hf_zero.core.packed import take_apart
 from hf_zero.core.partition import UnitPlan
 from hf_zero.core.placement import Placement, Placements
 from hf_zero.core.precision import Precision
-from hf_zero.core.schedule import Limits
 from hf_zero.core.unit import Tally, Unit, UnitListener
+from hf_zero.errors import ZeroConfigError
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +48,10 @@ WHOLE_MODEL_COMPILED = (
 
 
 def check_model(model: nn.Module, device: torch.device | None) -> None:
-    """Raise ValueError for a model that is wrapped, compiled, or without values (unless it is to stay on meta)."""
+    """Raise ValueError for a model that is wrapped, compiled, or without values (unless it is to stay on meta).
+
+    Raises TypeError for parameters of a class that hf_zero does not know.
+    """
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}, and hf_zero takes its place: pass the model inside "
@@ -56,6 +65,7 @@ def check_model(model: nn.Module, device: torch.device | None) -> None:
             f"parameter '{empty}' is on the meta device and has no values: make the model under "
             "`with hf_zero.zero_init():`, which needs no memory for it either, or load its weights first"
         )
+    guard.check_kinds(model.parameters())
 
 
 def connect(
@@ -64,8 +74,12 @@ def connect(
     """The communicators of the ranks of `group`, arranged as the configuration says; a collective."""
     if isinstance(group, Communicator):
         topology = arrange(config, group.world_size, group.rank)
-        return Mesh(group, topology, quantised_kinds(config, topology))
+        _check_exchange(topology, group)
+        return Mesh(group, topology, quantised_kinds(config, topology), frozen_codec(config))
     size, rank, machines = place_in(group)
+    ranks = dtensors.ranks_of(model)
+    if ranks is not None:
+        return _connect_beside_tensors(ranks, model, config, group, device)
     topology = arrange(config, size, rank, machines)
     quantised = quantised_kinds(config, topology)
     world = Communicator.connect(
@@ -76,7 +90,59 @@ def connect(
         peer_memory=config.peer_memory,
         together=topology.machine == topology.size,
     )
-    return Mesh(world, topology, quantised)
+    _check_exchange(topology, world)
+    return Mesh(world, topology, quantised, frozen_codec(config))
+
+
+def _connect_beside_tensors(
+    ranks: Sequence[int],
+    model: nn.Module,
+    config: ZeroConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> Mesh:
+    """The same where `ranks` share out the computation: data-parallel ranks are those with one place among them."""
+    everyone = Communicator.connect(
+        group,
+        device=next(model.parameters()).device if device is None else torch.device(device),
+        deterministic=config.deterministic_reduce,
+        hang_timeout_s=config.hang_timeout_s,
+        peer_memory=config.peer_memory,
+        together=False,  # they move nothing but what all have to agree on
+    )
+    size, rank, machines = place_in(group)
+    width = len(ranks)
+    first = rank - rank % width
+    expected = global_ranks(group, range(first, first + width))
+    if any(everyone.all_gather_object(size % width != 0 or tuple(ranks) != expected)):
+        raise ValueError(
+            f"tensor parallelism over ranks {list(ranks)} and data parallelism over {size // width} of such groups do "
+            f"not fit {size} ranks: make the mesh of tensor parallelism the last one, so that ranks 0 to {width - 1} "
+            "are the first group"
+        )
+    near = {max(1, number // width) for number in machines}
+    topology = arrange(config, size // width, rank // width, near, width)
+    world = Communicator(Alone(), traffic=everyone.traffic)
+    if size > width:
+        together = topology.size - 1 if topology.machine == topology.size else 0
+        world = everyone.split([range(i, size, width) for i in range(width)], near=together, where="", joins=True)
+    blocks = [range(at, at + width) for at in range(0, size, width)]
+    tensor = everyone.split(blocks, near=0, where="of tensor parallelism", joins=True)  # nothing large to read
+    tensor.near = min([width, *machines]) - 1
+    _check_exchange(topology, world)
+    quantised = quantised_kinds(config, topology)
+    dtensors.take_over(model)
+    return Mesh(world, topology, quantised, frozen_codec(config), tensor=tensor, everyone=everyone)
+
+
+def _check_exchange(topology: Topology, comm: Communicator) -> None:
+    """Raises ZeroConfigError where NCCL would need messages of unequal lengths in every step."""
+    if topology.weights and "nccl" in comm.transport_name:
+        raise ZeroConfigError(
+            "rank_weights is not available with NCCL: gradients and weights go between equal slices and unequal "
+            "owners in every step, which NCCL would have to do by a collective of unequal lengths. Remove "
+            "rank_weights, or train on CPUs (gloo)"
+        )
 
 
 def default_device(model: nn.Module, backend: str) -> torch.device:
@@ -96,6 +162,7 @@ class UnitBuilder:
     precision: Precision
     trainable: bool
     scaler: LossScaler | None
+    in_parts: Set[nn.Parameter] = frozenset()  # see `dtensors.take_over_sums`
     unsharded: Tally = field(default_factory=Tally)
 
     def persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
@@ -111,16 +178,25 @@ class UnitBuilder:
                 room -= param.numel()
         return chosen.__contains__
 
+    @property
+    def largest_unit(self) -> float:
+        """Elements of a unit that is not cut into smaller ones where weights are sharded."""
+        cuts = self.config.unit_size and self.placements.parameter is Placement.SHARDED
+        return self.config.unit_size if cuts else math.inf
+
     def reserve(self, model: nn.Module) -> None:
         """Make sure of room for what this rank will keep on disk of the weights; a collective where it keeps any.
 
         Raises ZeroRuntimeError on all ranks where there is not enough. Optimizer states come when one is attached.
         """
-        trained = sum(param.numel() for param in model.parameters() if param.requires_grad and self.trainable)
-        frozen = sum(param.numel() for param in model.parameters()) - trained
+        numels = {param: dtensors.local(param).numel() for param in model.parameters()}
+        trained = sum(numel for param, numel in numels.items() if param.requires_grad and self.trainable)
+        frozen = sum(numels.values()) - trained
         shards, sharded = self.mesh.topology.shards, Placement.SHARDED
-        masters = trained // (shards if self.placements.optimizer is sharded else 1)
-        copied = (0 if self.homes.optimizer.is_near else trained) + frozen
+        weight, total = self.mesh.topology.share
+        largest = int(max(trained // shards, trained * weight // total))  # first they are equal slices
+        masters = largest if self.placements.optimizer is sharded else trained
+        copied = (0 if self.homes.optimizer.is_near and not self.mesh.topology.weights else trained) + frozen
         itemsize = DTYPES.get(self.config.mixed_precision, torch.float32).itemsize
         self.homes.reserve(
             self.mesh.world,
@@ -134,11 +210,16 @@ class UnitBuilder:
         for name, param in plan.params.items():
             if guard.is_prepared(param):
                 raise ValueError(f"parameter '{name}' is already sharded by another engine: prepare a model once")
-            key = (param.dtype, self.precision.of(param), param.requires_grad and self.trainable)
-            split.setdefault(key, {})[name] = param
+        for each in plan.params.items():
+            for name, param in take_apart(*each, self.homes.device.device).items():
+                # Vectors have outliers that one scale does not fit, and next to no bytes.
+                stays = plan.persistent or param.requires_grad or param.dim() < 2 or guard.is_packed(param)
+                codec = None if stays else self.mesh.frozen
+                key = (param.dtype, self.precision.of(param), param.requires_grad and self.trainable, codec)
+                split.setdefault(key, {})[name] = param
         buffers: list[FlatBuffer] = []
         gradients: list[GradientBuffer] = []
-        for (own_dtype, dtype, trainable), params in self._buckets(split):
+        for (own_dtype, dtype, trainable, codec), params in self._buckets(split):
             # A model that is only evaluated may be trained later (`undo`): what could be trained keeps its precision.
             keeps_precision = any(param.requires_grad for param in params.values())
             buffer = FlatBuffer(
@@ -150,12 +231,14 @@ class UnitBuilder:
                 mesh=self.mesh,
                 homes=self.homes,
                 rest_dtype=own_dtype if keeps_precision else None,
+                codec=codec,
                 tag=Tag(plan.name, index * _TAGS_PER_UNIT + len(buffers)),
             )
             buffer.distribute()
             buffers.append(buffer)
             if trainable:
-                gradients.append(GradientBuffer(buffer, DTYPES[self.config.communication_data_type], self.scaler))
+                sums = DTYPES[self.config.communication_data_type]
+                gradients.append(GradientBuffer(buffer, sums, self.scaler, self.in_parts))
         return Unit(plan.name, index, buffers, gradients, listener, self.unsharded)
 
     def _buckets(self, split: dict[tuple, dict[str, nn.Parameter]]) -> Iterator[tuple[tuple, dict]]:

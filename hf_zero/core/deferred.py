@@ -32,6 +32,8 @@ _sources = WeakTensorKeyDictionary()
 class DeferredParameter(nn.Parameter):
     """A parameter with a shape and without values; it becomes an ordinary one at the first use of its values."""
 
+    _zero_base = nn.Parameter  # no packed one (see guard)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ are in system calls nearly all the time, where Python's lock is released.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,10 @@ class Transfer:
         """Block until all requests are over. Raises the ZeroRuntimeError of the first that failed, at each call."""
         self.end()
         for request in self._requests:
-            request.result()
+            error = request.exception()
+            if error is not None:
+                # Another one each time: it would gather, and keep alive, the frames of all who wait.
+                raise ZeroRuntimeError(str(error)) from error
 
 
 class DirectFile:
@@ -87,6 +91,7 @@ class DirectFile:
     Attributes:
         moved: bytes by "read" and "write".
         seconds: time that threads spent in system calls, by "read" and "write".
+        waited: seconds inside `waiting`.
         direct: whether the page cache is passed by.
 
     Raises ZeroRuntimeError where no file can be made in the folder.
@@ -97,6 +102,7 @@ class DirectFile:
         self.folder = Path(folder)
         self.moved: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.waited = 0.0
         self._request = request
         self._end = 0
         self._free: list[Extent] = []
@@ -174,6 +180,15 @@ class DirectFile:
     def write(self, extent: Extent, data: memoryview) -> Transfer:
         """Begin to write `data`, whole pages of memory that stay as they are until the transfer ends."""
         return self._begin("write", write_all, extent, data, None)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what cannot go on before a transfer is over."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - began
 
     def _begin(
         self, kind: str, call: Callable, extent: Extent, memory: memoryview, after: Transfer | None

@@ -1,6 +1,6 @@
 """Flat tensors that rest on disk: read into a slot of host memory when they are opened, written back behind.
 
-[Note: shells] At rest each tensor is a shell, one element expanded to the length: right shape and dtype, four bytes,
+[Note: shells] At rest each tensor is a shell, one element expanded to its shape: right shape and dtype, four bytes,
 NaN when read, an error when written to. Opening makes its data a part of a slot; it stays the same object, which
 optimizers know it by.
 
@@ -22,7 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.core.courier import AtOnce, Courier
 from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer
+from hf_zero.core.disk_failures import DiskFailures
 from hf_zero.core.heap import heap
 from hf_zero.core.placement import Place
 
@@ -139,16 +141,17 @@ class _Region:
     extent: Extent
     start: int
     dtype: torch.dtype
+    shape: torch.Size
 
 
 class DiskShelf:
-    """Flat tensors of one length, `flats` by kind, that rest and travel together."""
+    """Tensors of one number of elements, `flats` by kind, that rest and travel together."""
 
-    def __init__(self, file: DirectFile, slots: Slots, numel: int, flats: Mapping[str, Tensor]) -> None:
+    def __init__(self, home: DiskHome, numel: int, flats: Mapping[str, Tensor]) -> None:
         assert numel, "what has no elements needs no disk"
         self.numel = numel
         self.flats: dict[str, Tensor] = {}
-        self._file, self._slots = file, slots
+        self._home, self._file, self._slots = home, home.file, home.slots
         self._regions: dict[str, _Region] = {}
         self._end = 0  # bytes of a slot that all kinds take
         self._slot: _Slot | None = None
@@ -167,24 +170,23 @@ class DiskShelf:
     ) -> Iterator[dict[str, Tensor]]:
         """Have the tensors of these kinds (None: all) hold their values inside; with `write`, keep what changes.
 
-        May be nested. Raises ZeroRuntimeError where the disk fails, or has failed to take the values before.
+        May be nested. Raises ZeroRuntimeError where the disk fails, or has failed to take the values before; in a pass
+        (see `DiskFailures`) that comes later, and the tensors have some memory meanwhile.
         """
         kinds = set(self.flats).intersection(self.flats if kinds is None else kinds)
         self._slots.forget(self)
-        self._written.wait()
+        with self._home.failures.late(), self._file.waiting():
+            self._written.wait()
         self._fetch(kinds, urgent=True, anew=anew)
         self._slots.mark(self._own_slot, _Use.OPEN)
         self._opened += 1
         try:
-            self._fetched.wait()
+            with self._home.failures.late(), self._file.waiting():
+                self._fetched.wait()
             self._show(kinds)
             if write:
                 self._changed |= kinds
             yield self.flats
-        except BaseException:
-            if self._fetched.failed:
-                self._in_slot.clear()  # to be read anew
-            raise
         finally:
             self._opened -= 1
             if not self._opened:
@@ -220,7 +222,8 @@ class DiskShelf:
         slot = self._slot
         missing = sorted(kinds - self._in_slot)
         if missing and anew:
-            slot.busy.end()
+            with self._file.waiting():
+                slot.busy.end()
         elif missing:
             after = Transfer.of([slot.busy, self._written])
             self._fetched = Transfer.of([self._file.read(*self._places(kind), after) for kind in missing])
@@ -240,12 +243,20 @@ class DiskShelf:
     def _view(self, kind: str) -> Tensor:
         region = self._regions[kind]
         with torch.inference_mode(False):
-            return torch.frombuffer(self._own_slot.pages, dtype=region.dtype, count=self.numel, offset=region.start)
+            pages = self._own_slot.pages
+            flat = torch.frombuffer(pages, dtype=region.dtype, count=self.numel, offset=region.start)
+            return flat.view(region.shape)
 
     def _close(self) -> None:
         for kind in self._shown:
-            self.flats[kind].data = _shell(self.flats[kind].dtype).expand(self.numel)
+            self.flats[kind].data = _shell(self.flats[kind].dtype).expand(self._regions[kind].shape)
         self._shown.clear()
+        failed = next((transfer for transfer in (self._written, self._fetched) if transfer.failed), None)
+        if failed is not None:
+            self._in_slot.clear()  # to be read anew
+            if self._changed:  # they are lost
+                self._written = failed
+                self._changed.clear()
         if self._changed:
             self._written = Transfer.of([self._file.write(*self._places(kind)) for kind in sorted(self._changed)])
             self._own_slot.busy = self._written
@@ -257,17 +268,18 @@ class DiskShelf:
 
         Its memory is given back at once. Raises ZeroRuntimeError where the disk is full.
         """
-        assert self._opened and tensor.shape == (self.numel,), (kind, tensor.shape)
+        assert self._opened and tensor.numel() == self.numel, (kind, tensor.shape)
         region = self._regions.get(kind)
         if region is None or region.dtype != tensor.dtype:
             extent = self._file.allocate(self.numel * tensor.dtype.itemsize)
             if region is not None:
                 self._file.free(region.extent)
-            self._regions[kind] = _Region(extent, self._end, tensor.dtype)
+            self._regions[kind] = _Region(extent, self._end, tensor.dtype, tensor.shape)
             self._end += extent.nbytes
             if self._own_slot.grow(self._end):
                 self._show(self._shown)
-        self._own_slot.busy.end()  # what the shelf before has left in the memory may still be on its way to the disk
+        with self._file.waiting():
+            self._own_slot.busy.end()  # the shelf before may have left in it what is still on its way to the disk
         self._view(kind).copy_(tensor.detach())
         heap.has_freed(tensor.nbytes)  # below, by whoever made it
         self.flats[kind] = tensor
@@ -295,7 +307,7 @@ class DiskShelf:
 @functools.cache
 def _shell(dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((1,), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype)
+        return torch.full((), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype)
 
 
 class DiskHome:
@@ -303,13 +315,22 @@ class DiskHome:
 
     place, device, is_near, keeps_memory = Place.DISK, torch.device("cpu"), False, False
 
-    def __init__(self, file: DirectFile, buffers: int = 4, limit: int | None = None, least: int = 1) -> None:
+    def __init__(
+        self,
+        file: DirectFile,
+        buffers: int = 4,
+        limit: int | None = None,
+        least: int = 1,
+        courier: Courier | None = None,
+    ) -> None:
         self.file, self.limit, self.least = file, limit, least
-        self._slots = Slots(buffers)
+        self.courier = courier or AtOnce()
+        self.slots = Slots(buffers)
+        self.failures = DiskFailures()  # of all homes of an engine
 
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> DiskShelf:
         """Take over the values of flat tensors of `numel` elements each; they are shells afterwards."""
-        return DiskShelf(self.file, self._slots, numel, flats)
+        return DiskShelf(self, numel, flats)
 
     @contextlib.contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
@@ -322,7 +343,7 @@ class DiskHome:
 
     def held(self) -> dict[Place, int]:
         """Bytes of the file, and of the slots in host memory."""
-        return {Place.DISK: self.file.nbytes, Place.HOST: self._slots.nbytes}
+        return {Place.DISK: self.file.nbytes, Place.HOST: self.slots.nbytes}
 
     def close(self) -> None:
         """End the threads and give the disk back; nothing can be opened afterwards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero.comm.communicator import MEETING_SECONDS, Communicator
+from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
-from hf_zero.core import build, grad_norm, guard
+from hf_zero.core import build, grad_norm, guard, packed
+from hf_zero.core.binding import Binding
 from hf_zero.core.buffers import BufferSync
 from hf_zero.core.build import DTYPES
 from hf_zero.core.extents import placements_of
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer, release_unused
-from hf_zero.core.homes import Homes
+from hf_zero.core.homes import Homes, in_one_pass
 from hf_zero.core.loss_scale import LossScaler
-from hf_zero.core.optimizer import Binding
 from hf_zero.core.optimizer_set import OptimizerSet
 from hf_zero.core.partition import partition
 from hf_zero.core.placement import Placement
 from hf_zero.core.precision import Precision
-from hf_zero.core.prepared import attach, detach
+from hf_zero.core.prepared import attach, convert_others, detach
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.step import StepControl
 from hf_zero.core.stepping import Stepper
@@ -42,8 +41,8 @@ class ZeroEngine:
     Args:
         model: any module; its parameters stay the same objects and become views of flat storage.
         config: stage, precision and limits.
-        group: the data-parallel process group (default: all ranks; none: one process, nothing is sharded), or a
-            communicator made for it.
+        group: the process group of all data-parallel (and tensor-parallel) ranks (default: all ranks; none: one
+            process, nothing is sharded), or a communicator made for it.
         device: where flat buffers live (default: where the first parameter is; with NCCL, the current CUDA device
             for a model on the CPU).
         trainable: False for a model that is only evaluated: no gradients, no masters.
@@ -65,12 +64,11 @@ class ZeroEngine:
         homes: Homes | None = None,
     ) -> None:
         build.check_model(model, device)
-        self.config = config
-        self.trainable = trainable
+        self.config, self.trainable = config, trainable
         self.mesh = build.connect(model, config, group, device)
-        self.comm = self.mesh.world
+        self.comm = self.mesh.everyone
         self.device = build.default_device(model, self.comm.transport_name) if device is None else torch.device(device)
-        self.placements = placements_of(config, self.mesh.topology, self.comm.shares)
+        self.placements = placements_of(config, self.mesh.topology, self.mesh.world.shares)
         self.homes = homes or Homes.choose(config, self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
@@ -82,7 +80,7 @@ class ZeroEngine:
             checks=config.mixed_precision != "no" and (config.check_grad_overflow or self.scaler is not None),
             max_consecutive_skips=config.max_consecutive_skips,
         )
-        self._stepper = Stepper()
+        self._stepper = Stepper(self.device, self.homes.step_place)
         self._model = weakref.ref(model)
         weakref.finalize(self, self.homes.close)
         builder = build.UnitBuilder(
@@ -94,7 +92,7 @@ class ZeroEngine:
             trainable=trainable,
             scaler=self.scaler,
         )
-        plans, hooks = partition(model, builder.persistence(model))
+        plans, hooks = partition(model, builder.persistence(model), builder.largest_unit)
         build.agree_on_values(model, self.comm, self.device)
         self._module_buffers = BufferSync(model, self.comm, self.device)
         self._structure = Structure(model, plans, hooks, builder, self)
@@ -106,8 +104,8 @@ class ZeroEngine:
             reduce_every_microbatch=self.placements.gradient is Placement.SHARDED and config.no_sync != "local",
             stop_at_node=config.no_sync == "node",
         )
-        self.schedule.before_forward = self._before_forward
-        self.schedule.before_backward = self._before_backward
+        self.schedule.before_forward, self.schedule.after_forward = self._before_forward, self._after_pass
+        self.schedule.before_backward, self.schedule.after_backward = self._before_backward, self._after_pass
         self._structure.hook(model, self.schedule)
         attach(model, self, mixins)
 
@@ -155,7 +153,7 @@ class ZeroEngine:
 
     @property
     def masters(self) -> list[Tensor]:
-        """The flat weights that optimizers step."""
+        """The flat weights of this rank's slices, which have the gradients."""
         return self._optimizers.masters
 
     @property
@@ -197,12 +195,12 @@ class ZeroEngine:
         """`param.data = value` with another shape (resized embeddings): its optimizer state starts afresh."""
         self._rebuild([unit], {param: value})
 
+    @in_one_pass
     def _rebuild(self, units: list[Unit], replaced: dict[nn.Parameter, Tensor]) -> None:
         self.schedule.reshard_all()
         self.settle()
-        whole = self._optimizers.gather(units)
-        for param in replaced:
-            whole.pop(param, None)
+        present = self._optimizers.gather(units)
+        whole = {param: state for param, state in present.items() if param not in replaced}
         for unit in units:
             self._structure.replace(unit, replaced)
         self._optimizers.rebuild(whole)
@@ -210,36 +208,27 @@ class ZeroEngine:
 
     # -- conversions and copies -------------------------------------------------------------------------------------
 
+    @in_one_pass
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
         """Do to buffers and parameters what `function` does to a tensor (`model.to`); masters stay as they are.
 
         Raises ValueError where it would move parameters, or give them more precision than their masters have.
         """
         dtypes = {}
+        packed.check_conversion(self.model, function)
         for buffer in self.buffers:
             sample = function(torch.empty(0, dtype=buffer.dtype, device=self.device))
             buffer.check_conversion(sample)
             dtypes[buffer] = sample.dtype
-        for module in self.model.modules():
-            module._buffers.update({k: function(value) for k, value in module._buffers.items() if value is not None})
-            for param in module.parameters(recurse=False):
-                if not guard.is_prepared(param):  # was added since
-                    param.data = function(param.data)
+        convert_others(self.model, function)
         if any(buffer.dtype != dtype for buffer, dtype in dtypes.items()):
             self.before_load()
             for unit in self.units:
                 unit.cast(dtypes)
 
     def copy_parameters(self, memo: dict) -> None:
-        """Put ordinary copies of all parameters into the memo of `copy.deepcopy`, a unit at a time; a collective."""
-        missing = {unit: [param for param in unit.params if id(param) not in memo] for unit in self.units}
-        if any(unit.sharded and params for unit, params in missing.items()):
-            self.comm.meet("copying the model", MEETING_SECONDS)
-        for unit, params in missing.items():
-            if params:
-                with unit.readable():
-                    for param in params:
-                        copy.deepcopy(param, memo)
+        """Put ordinary copies of all parameters into the memo of `copy.deepcopy`; a collective."""
+        self._structure.copy_parameters(memo, self.comm)
 
     # -- the training loop ----------------------------------------------------------------------------------------
 
@@ -255,6 +244,7 @@ class ZeroEngine:
     def abort(self) -> None:
         """Forget a pass that an exception has cut off."""
         self.schedule.abort()
+        self.homes.failures.leave_pass()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,26 +257,26 @@ class ZeroEngine:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks together and return their norm before clipping (fp32 scalar)."""
-        self._settle_gradients()
-        norm = self.control.measure(self.masters, float(norm_type))
+        norm = self.control.measure(self._settle_gradients(), float(norm_type))
         grad_norm.clip_(self.masters, norm, float(max_norm))
         return norm
 
+    @in_one_pass
     def undo(self) -> None:
         """Make the model an ordinary one again, with whole parameters of its own on every rank."""
-        self._structure.dissolve()
+        detach(self.model)
+        self._structure.dissolve(self.model)
         self.homes.close()
         self.mesh.close()
-        detach(self.model)
 
     def zero_grad(self) -> None:
-        self._stepper.put_back()
+        self._stepper.restore_gradients()
         for gradient in self._structure.gradients:
             gradient.forget()
 
     def before_zero_grad(self, set_to_none: bool) -> None:
         """An attached optimizer is about to drop its gradients, or to make them zero where they are."""
-        self._stepper.put_back()
+        self._stepper.restore_gradients()
         if not set_to_none:
             self.settle()  # steps that are owed need them
 
@@ -308,24 +298,31 @@ class ZeroEngine:
 
     def _before_forward(self) -> None:
         self.refresh_structure()
+        self.homes.failures.begin_pass()
         if self.trainable:
             self._module_buffers.before_forward(reduces=self.schedule.sync)
 
-    def _before_backward(self) -> None:
-        self._stepper.put_back()
-        self.mesh.prepare_reductions()
-        self.control.gradients_changed()
+    def _after_pass(self, together: bool) -> None:
+        """The end of a pass: where all ranks have come to it, what it has made is there, or all of them fail."""
+        self.homes.end_pass(self.comm, together=together, land=together and self.schedule.sync)
 
-    def _settle_gradients(self) -> None:
+    def _before_backward(self) -> None:
+        self.homes.failures.begin_pass()
+        self._stepper.restore_gradients()
+        self.mesh.prepare_reductions()
+        self.control.begin_backward()
+
+    def _settle_gradients(self) -> list[GradientBuffer]:
         """Everything that gradients are made of is in those of the masters, and no step needs them any more."""
-        self._stepper.put_back()
+        self._stepper.restore_gradients()
         if self._stepper.owing:
             self.settle()
         if self.schedule.has_local_gradients:  # a step right after no_sync()
             self.schedule.reduce_all()
-        for gradient in self._structure.gradients:
-            gradient.outdate_whole()
-            gradient.check_outdated()
+        self.homes.land()
+        for gradient in (gradients := self._structure.gradients):
+            gradient.settle()
+        return gradients
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Everything that the optimizer reads is complete, and no stale value outlives the step."""
@@ -334,26 +331,25 @@ class ZeroEngine:
                 "optimizer.step() inside no_sync(): ranks share one optimizer, so none can step by its own gradients "
                 "as LocalSGD does. Leave no_sync() for the last micro-batch and step behind it, without LocalSGD"
             )
-        self._settle_gradients()
-        gradients = self._structure.gradients
-        self.control.before(self.masters, gradients)
-        self._stepper.before(optimizer, self._optimizers.shards_of(optimizer), gradients)
+        with self.homes.one_pass(self.comm):
+            gradients = self._settle_gradients()
+        self.control.before(gradients, optimizer, groups := self._optimizers.shards_of(optimizer))
+        self._optimizers.give_to_owners(optimizer, gradients)
         self.before_rewrite()
+        self._stepper.before(optimizer, groups, gradients)
 
     def before_rewrite(self) -> None:
         """The masters are about to be changed in place: they are complete, and nothing is made of them before it."""
-        self.settle()
-        for unit in self.units:
-            unit.adopt_writes()
-        self.before_load()
+        self.before_load(adopt=True)
 
+    @in_one_pass
     def settle(self) -> None:
         """Have nothing of the last steps go on: gathers of what they have changed, steps that are owed."""
+        self.homes.land()
         for unit in self.units:
             unit.finish_refresh()
         if self._stepper.owing:
-            for buffer in self.buffers:
-                buffer.resting.settle()
+            self._optimizers.settle()
             self._stepper.owing = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -364,18 +360,22 @@ class ZeroEngine:
             gradient.mark_stepped(held)
         if not self.homes.optimizer.keeps_memory:
             self._optimizers.begin_fetch()
-        self.control.end_step()
+        self.control.end_step(optimizer)
         self.after_rewrite(exact=False)
 
-    def before_load(self) -> None:
+    @in_one_pass
+    def before_load(self, *, adopt: bool = False) -> None:
         """The masters are about to change: nothing may be made of the old ones, and no rank be reading them."""
         self.settle()
+        for unit in self.units if adopt else ():
+            unit.adopt_writes()
         self.schedule.reshard_all()
         self.mesh.fence()
 
     def anchor(self) -> None:
         """Make what follows masters by quantised differences equal to them, as after a resume; a collective."""
-        if self.mesh.weights is not None and self.mesh.column is not None:
+        self.mesh.forget_errors()
+        if self.mesh.quantises_weights and self.mesh.column is not None:
             self.before_load()
             self.after_load()
 
@@ -383,6 +383,7 @@ class ZeroEngine:
         """The masters have other values than before: casts of them are made anew."""
         self.after_rewrite(exact=True)
 
+    @in_one_pass
     def after_rewrite(self, *, exact: bool) -> None:
         """The masters have changed: casts follow, by quantised differences where `exact` does not forbid it."""
         for unit in self.units:

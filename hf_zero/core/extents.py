@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from hf_zero.comm.codec import Codec
-from hf_zero.comm.meter import Quantised
 from hf_zero.comm.topology import Topology
 from hf_zero.config import ZeroConfig
 from hf_zero.core.layout import FlatLayout
-from hf_zero.core.placement import STAGES, Extent, Placements
+from hf_zero.core.placement import STAGES, Extent, Placement, Placements
 from hf_zero.errors import ZeroConfigError
 
 
-def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] = ()) -> Topology:
+def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] = (), width: int = 1) -> Topology:
     """The topology of `size` ranks as rank `rank` sees it; `machines` are the numbers of ranks on their machines.
+
+    Each stands for `width` ranks of tensor parallelism, which only `node_size` counts.
 
     Raises ZeroConfigError where the ranks cannot be arranged so.
     """
-    machine = _ranks_of_a_machine(config, size, machines)
+    machine = _ranks_of_a_machine(config, size, machines, width)
     shard = machine if config.mics_shard_size == "auto" else int(config.mics_shard_size) or size
     if config.zero_stage == 0 or size == 1:
         shard = size  # nothing is shared out
@@ -38,37 +38,30 @@ def arrange(config: ZeroConfig, size: int, rank: int, machines: Collection[int] 
             f"ranks, and a node must not lie on two machines: set it to {math.gcd(*machines)}, the largest number "
             "that divides them"
         )
-    return Topology(replicas=size // shard, nodes=shard // local, local=local, rank=rank, machine=machine)
+    weights = _weights(config, shard)
+    return Topology(
+        replicas=size // shard, nodes=shard // local, local=local, rank=rank, machine=machine, weights=weights
+    )
 
 
-def quantised_kinds(config: ZeroConfig, topology: Topology) -> list[Quantised]:
-    """Which messages are quantised, and how. Raises ZeroConfigError where they cannot be."""
-    chosen = []
-    if config.zero_quantized_weights and topology.size > 1:
-        chosen.append(Quantised("weights", Codec(8), _limit(config, 8)))
-    if config.zero_quantized_gradients and topology.size > 1:
-        bits = config.quantized_gradient_bits
-        chosen.append(Quantised("gradients", Codec(bits), _limit(config, bits)))
-    if chosen and config.zero_stage == 0:
-        raise ZeroConfigError("zero_quantized_gradients needs sharded optimizer states: set zero_stage to 1, 2 or 3")
-    far = [name for name in ("offload_optimizer_device", "offload_param_device") if getattr(config, name) != "none"]
-    if far and config.zero_quantized_weights:
+def _weights(config: ZeroConfig, shards: int) -> tuple[float, ...]:
+    """The shares of the ranks of a replica in the optimizer's state; none where they are equal."""
+    weights = config.rank_weights
+    if weights is None:
+        return ()
+    if config.zero_stage == 0:
         raise ZeroConfigError(
-            f"zero_quantized_weights and {far[0]}: {getattr(config, far[0])} are not available together: set one of "
-            "them to its default"
+            "rank_weights says how the optimizer's state is shared out, and zero_stage 0 shares nothing out: set "
+            "zero_stage to 1, 2 or 3, or remove rank_weights"
         )
-    if chosen and topology.replicas > 1:
+    if config.zero_quantized_weights:
+        raise ZeroConfigError("rank_weights and zero_quantized_weights are not available together: remove one of them")
+    if len(weights) != shards:
         raise ZeroConfigError(
-            f"quantised {chosen[0].kind} are not available with several replicas (mics_shard_size), whose sums meet "
-            "in one all-reduce: shard inside nodes by zero_hpz_partition_size instead, or switch "
-            "zero_quantized_weights and zero_quantized_gradients off"
+            f"rank_weights has {len(weights)} number(s), but {shards} rank(s) share one copy of the state: give one "
+            "for each of them, in their order"
         )
-    return chosen
-
-
-def _limit(config: ZeroConfig, bits: int) -> float:
-    limit = config.quantized_error_limit
-    return {8: 0.05, 4: 0.25}[bits] if limit == "auto" else float(limit)
+    return () if len(set(weights)) == 1 else tuple(weights)
 
 
 def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Placements:
@@ -79,11 +72,11 @@ def placements_of(config: ZeroConfig, topology: Topology, shares: bool) -> Place
     return STAGES[config.zero_stage if moves else 0].with_extent(extent)
 
 
-def _ranks_of_a_machine(config: ZeroConfig, size: int, machines: Collection[int]) -> int:
+def _ranks_of_a_machine(config: ZeroConfig, size: int, machines: Collection[int], width: int) -> int:
     if config.node_size != "auto":
         node_size = int(config.node_size)
-        _check_divides("node_size", node_size, size, f"there are {size} ranks")
-        return node_size
+        _check_divides("node_size", node_size, size * width, f"there are {size * width} ranks")
+        return max(1, node_size // width)
     return next(iter(machines)) if len(machines) == 1 and size % max(machines) == 0 else size
 
 
@@ -98,3 +91,33 @@ def node_bounds(layout: FlatLayout, topology: Topology) -> tuple[int, int]:
     share = layout.slice_numel * topology.nodes
     local = topology.place_of(topology.rank)[2]
     return local * share, (local + 1) * share
+
+
+def table(config: ZeroConfig, topology: Topology) -> list[dict[str, str]]:
+    """Over which ranks each kind of state is shared out: rows of state, "shared out over", copies and note."""
+    placements = placements_of(config, topology, topology.size > 1)
+    replica = f"all {topology.size} ranks" if topology.replicas == 1 else f"{topology.shards} ranks of a replica"
+    node = f"{topology.local} ranks of a node"
+    by_node = placements.parameter_extent is Extent.NODE
+    sharded = Placement.SHARDED
+    rows = []
+    for state, placement, nearer in (
+        ("parameters", placements.parameter, by_node),
+        ("gradients", placements.gradient, False),
+        ("states of the optimizer", placements.optimizer, False),
+    ):
+        shared = (node if nearer else replica) if placement is sharded else "none: whole on every rank"
+        copies = topology.size
+        if placement is sharded:
+            copies = topology.replicas * (topology.nodes if nearer else 1)
+        rows.append({"state": state, "shared out over": shared, "copies": str(copies), "note": ""})
+    parameters, gradients, optimizer = rows
+    if by_node:
+        parameters["note"] = "gathers stay inside a node; one refresh between nodes after a step"
+        optimizer["note"] = "with exact fp32 weights"
+    if topology.weights:
+        shares = f"in shares of {' : '.join(f'{weight:g}' for weight in topology.weights)}"
+        optimizer["note"] = ", ".join(filter(None, (optimizer["note"], shares)))
+    if placements.gradient is sharded and not topology.is_plain and config.no_sync == "node":
+        gradients["note"] = f"on the {node} until the last micro-batch"
+    return rows

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm import dtensors
+from hf_zero.comm.codec import Codec
 from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import UNTAGGED, Tag, Work
 from hf_zero.core import deferred, guard
 from hf_zero.core.extents import node_bounds
 from hf_zero.core.gradient_route import GradientRoute
+from hf_zero.core.gradient_shard import GradientShard
 from hf_zero.core.heap import heap
 from hf_zero.core.homes import Homes
 from hf_zero.core.layout import ALIGNMENT_BYTES, FlatLayout
 from hf_zero.core.master import MasterShard
 from hf_zero.core.node_slice import NodeSlice
+from hf_zero.core.owned import OwnedMasters
 from hf_zero.core.placement import MOVES, Extent, Move, Placement, Placements
 from hf_zero.core.resting import Resting
+from hf_zero.core.tensor_parts import TensorParts
 
 
 class FlatBuffer:
@@ -48,32 +55,33 @@ class FlatBuffer:
         mesh: Mesh,
         homes: Homes,
         rest_dtype: torch.dtype | None = None,
+        codec: Codec | None = None,
         tag: Tag = UNTAGGED,
     ) -> None:
         self.tag = tag
         self.names, self.params = list(names), list(params)
         self.dtype, self.trainable = dtype, trainable
-        self.mesh, self.comm, self.device = mesh, mesh.world, homes.device.device
+        self.mesh, self.comm, self.homes, self.device = mesh, mesh.world, homes, homes.device.device
         self.sharded = placements.parameter is Placement.SHARDED
         self.at_rest = placements.at_rest(trainable)  # how the exact values are placed
-        self.layout = FlatLayout(
-            [p.shape for p in params], mesh.topology.shards, max(mesh.block, ALIGNMENT_BYTES // dtype.itemsize)
-        )
-        by_node = self.sharded and mesh.column is not None
-        assert not by_node or placements.parameter_extent is Extent.NODE, "gathers have one hop"
+        self.parts = TensorParts(names, params, mesh)
+        alignment = math.lcm(mesh.block, ALIGNMENT_BYTES // dtype.itemsize)
+        self.layout = FlatLayout(self.parts.local_shapes, mesh.topology.shards, alignment, cuts=mesh.cuts)
+        self._by_node = by_node = self.sharded and placements.parameter_extent is Extent.NODE
         node = node_bounds(self.layout, mesh.topology)
         self.begin, self.end = 0, self.layout.padded_numel
         if self.owns_slice:
             own = self.layout.slice_bounds(mesh.topology.slice_of(mesh.topology.rank))
             self.begin, self.end = node if by_node and not trainable else own
-        self._by_node = by_node
         self.node_slice: NodeSlice | None = None
+        self.owned: OwnedMasters | None = None  # masters that are no parts of slices, if there are any
         self.resting = Resting(
             self.layout, self.begin, self.end, homes, followers=self._followers, dtype=lambda: self.dtype
         )
         self.gradient_route = GradientRoute(self.layout, mesh, tag, self.at_rest, self.resting.add_grads)
         self._rest_dtype = rest_dtype or dtype
-        self._versions: list[int] = []
+        self.codec = codec if self.sharded else None  # of what rests
+        self._views = [view for param in self.params for view in guard.views_of(param)]
         self.original_dtype = params[0].dtype
 
     # -- construction -------------------------------------------------------------------------------------------
@@ -92,17 +100,18 @@ class FlatBuffer:
             values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)
             for param, source, view in zip(self.params, sources, self.views(values), strict=True):
                 if source is None:
-                    view.copy_(param.detach())
+                    view.copy_(dtensors.local(param.detach()))
                 else:
                     source.read(0, view.view(-1))
-            self.comm.broadcast(values)
+            self.parts.agree(values, self.views(values))
             owned = values[self.begin : self.end]
             self.unsharded = values.to(self.dtype)
         self._make_node_slice()
         if self.trainable:
             self.resting.take_masters(owned, self.master_dtype)
+            self.share_masters()
         elif self.sharded:
-            self.resting.take_frozen(owned, self._rest_dtype)
+            self.resting.take_frozen(owned, self._rest_dtype, self.codec)
         freed = owned.nbytes
         del owned
         if self.node_slice is not None:
@@ -123,16 +132,20 @@ class FlatBuffer:
         if self.trainable and self._by_node:
             self.node_slice = NodeSlice(self.layout, self.mesh, self.tag, self.dtype, self.device)
 
-    def _followers(self) -> Tensor | None:
-        """Where masters that are not near the device have their copies, if these are not their own."""
-        if self.node_slice is not None:
-            return self.node_slice.values[:0]  # `refresh` tells the other nodes of what has changed
+    def _followers(self, of_owners: bool) -> Tensor | None:
+        """Where slices of weights lie that follow masters: those of owners, or those that are not near the device."""
+        if self.node_slice is not None:  # `refresh` tells the other nodes of what has changed
+            return self.node_slice.own(self.begin, self.end) if of_owners else self.node_slice.values[:0]
         return None if self.sharded else self.local_slice
+
+    def share_masters(self) -> None:
+        """Where weights are replicated in the dtype of their masters, these are their part of them: no copy."""
+        fits = not self.sharded and self.trainable and self.dtype == self.master_dtype
+        self.resting.lie_in(self.local_slice if fits else None)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
-        layout = self.layout
-        spans = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        spans = zip(self.layout.offsets, self.layout.numels, self.layout.shapes, strict=True)
         return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
 
     def _point_parameters(self) -> None:
@@ -148,7 +161,7 @@ class FlatBuffer:
     @property
     def kept_weights(self) -> list[Tensor]:
         """What rests here of weights besides `unsharded` and masters."""
-        slices = [shard.values for shard in self.resting.weights]
+        slices = [shard.kept for shard in self.resting.weights]
         return slices if self.node_slice is None else [*slices, self.node_slice.values]
 
     @property
@@ -168,9 +181,7 @@ class FlatBuffer:
         return next((index for index, own in enumerate(self.params) if own is param), None)
 
     def name_of(self, param: nn.Parameter) -> str:
-        index = self.index_of(param)
-        assert index is not None
-        return self.names[index]
+        return next(name for name, own in zip(self.names, self.params, strict=True) if own is param)
 
     # -- storage ------------------------------------------------------------------------------------------------
 
@@ -199,8 +210,10 @@ class FlatBuffer:
 
     def check_conversion(self, sample: Tensor) -> None:
         """Raises ValueError where parameters cannot become what a tensor of them has become."""
+        packed = any(map(guard.is_packed, self.params)) and sample.dtype != self.dtype
         if (
-            sample.device != self.unsharded.device
+            packed
+            or sample.device != self.unsharded.device
             or torch.promote_types(sample.dtype, self.master_dtype) != self.master_dtype
         ):
             raise ValueError(
@@ -211,32 +224,32 @@ class FlatBuffer:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Have the values in `dtype` from here on, made from what is kept at rest; a collective."""
-        self.dtype = dtype
         if self.resting:
-            self.unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.unsharded.device)
-            self._recast()
+            self._recast(dtype)
             if not self.sharded:
                 self.restore()
         else:
-            self.unsharded = self.unsharded.to(dtype)
+            self.dtype, self.unsharded = dtype, self.unsharded.to(dtype)
         self._point_parameters()
         if self.sharded:
             self.release()
 
-    def _recast(self) -> None:
-        """Have what is kept besides masters in the present dtype; a collective."""
+    def _recast(self, dtype: torch.dtype) -> None:
+        """Have what is kept besides masters in `dtype`; a collective."""
+        self.dtype = dtype
+        self.unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        self.share_masters()
         self._make_node_slice()
-        if self.node_slice is not None:
-            self._copy_exact(self.node_slice.own(self.begin, self.end))
-            self.mesh.refresh(self.node_slice.values, self.tag).wait()
         self.resting.recast()
+        if self.node_slice is not None:
+            self.refresh(exact=True).wait()
+        elif self.owned is not None:
+            self.owned.hand_out(self.dtype)
 
     def detach_parameters(self) -> None:
         """Give each parameter a tensor of its own, in the dtype it came with, and keep nothing; a collective."""
         if self.resting and self.original_dtype != self.dtype:
-            self.dtype = self.original_dtype
-            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-            self._recast()
+            self._recast(self.original_dtype)
             self.restore()
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view.clone())
@@ -246,6 +259,7 @@ class FlatBuffer:
 
     @property
     def master_shards(self) -> list[MasterShard]:
+        """What optimizers step on this rank: shards of its slice, and what it owns besides."""
         return self.resting.masters
 
     def exact(
@@ -271,15 +285,18 @@ class FlatBuffer:
         if not self.layout.padded_numel:  # nothing but parameters of no elements
             return Work()
         if self.node_slice is not None:
-            kept = self.node_slice.values
-            self.unsharded[self.node_slice.begin : self.node_slice.end].copy_(kept)
-            return self.mesh.gather(self.unsharded, self.tag, [kept])
+            self.mesh.node_part(self.unsharded).copy_(self.node_slice.values)
+            return self.mesh.gather(self.unsharded, self.tag, [self.node_slice.values])
+        if self.codec is not None:
+            return self.mesh.gather_frozen(self.resting.frozen[0].kept, self.unsharded, self.tag)
         self.resting.settle()
         rest = self.resting.cast_into(self.local_slice)
         if self._sent_quantised:
+            self.resting.courier.join()
             return self.mesh.gather_quantised(self.unsharded, self.tag)
         # A replicated buffer keeps what it has sent: whoever changes it settles first.
-        return self._send(rest if self.sharded else [self.local_slice])
+        sources = rest if self.sharded else [self.local_slice]
+        return self.resting.courier.send(functools.partial(self._send, sources))
 
     def _send(self, kept: Sequence[Tensor]) -> Work:
         if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
@@ -290,11 +307,13 @@ class FlatBuffer:
     @property
     def _sent_quantised(self) -> bool:
         """Whether gathers bring weights that are not quite those at rest."""
-        weights = self.mesh.weights
-        return self.sharded and self.trainable and not self._by_node and weights is not None and bool(weights.codec)
+        return self.sharded and self.trainable and not self._by_node and self.mesh.quantises_weights
 
     def restore(self) -> None:
         """Make all of `unsharded` anew from what is at rest, whatever was written to it; a collective."""
+        if self.owned is not None:
+            self.owned.hand_out(self.dtype)
+        self.resting.drop_writes()
         if self.node_slice is not None or self._sent_quantised:
             self.gather().wait()
         else:
@@ -305,29 +324,32 @@ class FlatBuffer:
     def refresh(self, *, exact: bool = False) -> Work:
         """After a step: bring up to date what this rank keeps of trained weights outside of the masters, if anything.
 
-        That is all of them where they are replicated, and the node's slice where there is one (see `NodeSlice`).
+        That is all of them where they are replicated, the node's slice (see `NodeSlice`), slices of owned matrices.
         """
         if not self.trainable or not self.layout.padded_numel:
             return Work()
+        if self.owned is not None:
+            self.owned.hand_out(self.dtype)
         if self.node_slice is None:
             return Work() if self.sharded else self.gather()
         own = self.node_slice.own(self.begin, self.end)
-        if not exact and self.mesh.weights is not None and self.mesh.weights.codec is not None:
+        if not exact and self.mesh.quantises_weights:
             return self.node_slice.send_changes(self.exact(), own)
         self._copy_exact(own)
         return self.mesh.refresh(self.node_slice.values, self.tag)
 
-    def gather_flat(self, values: Iterable[tuple[MasterShard, Tensor | None]], dtype: torch.dtype) -> list[Tensor]:
-        """Whole tensors, one per parameter, of what every rank holds by shards (None: zeros); a collective.
+    def gather_flat(self, values: Iterable[tuple[GradientShard, Tensor | None]], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, one per parameter, of what every rank holds by masters (None: zeros); a collective.
 
         Each of the `values` is used before the next is asked for.
         """
         flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.device)
-        self.gather_into(flat, values)
+        own = flat[self.begin : self.end]
+        self.gather_into(flat, values if self.owned is None else self.owned.put_runs(values, own))
         return self.views(flat)
 
-    def gather_into(self, flat: Tensor, values: Iterable[tuple[MasterShard, Tensor | None]]) -> None:
-        """The same into `flat`, which is zero; a collective."""
+    def gather_into(self, flat: Tensor, values: Iterable[tuple[GradientShard, Tensor | None]]) -> None:
+        """The same into `flat`, which is zero, of parts of slices; a collective."""
         own = flat[self.begin : self.end]
         for shard, value in values:
             if value is not None:
@@ -338,11 +360,11 @@ class FlatBuffer:
     # -- writes from outside --------------------------------------------------------------------------------------
 
     def _note_versions(self) -> None:
-        self._versions = [param._version for param in self.params]
+        self._versions = [view._version for view in self._views]
 
     def written_in_place(self) -> bool:
         """Whether an in-place operation has touched a parameter since the last look (`.data` is noticed elsewhere)."""
-        versions = [param._version for param in self.params]
+        versions = [view._version for view in self._views]
         changed = versions != self._versions
         self._versions = versions
         return changed
@@ -355,14 +377,16 @@ class FlatBuffer:
         own = self.local_slice
         self.mesh.fence(self.tag)
         with torch.no_grad():
-            sent = None if self.mesh.weights is None else self._as_sent()
+            sent = self._as_sent() if self.mesh.quantises_weights else None
             for start, stop, values in self.exact(write=True):
                 seen = own[start:stop]
                 kept = values.to(seen.device)
                 before = kept.to(seen.dtype) if sent is None else sent[start:stop]
                 values.copy_(torch.where(seen != before, seen.to(kept.dtype), kept))
+            if self.owned is not None:
+                self.owned.adopt_writes(self.unsharded)
             if self.node_slice is not None:
-                self.node_slice.values.copy_(self.unsharded[self.node_slice.begin : self.node_slice.end])
+                self.node_slice.values.copy_(self.mesh.node_part(self.unsharded))
 
     def _as_sent(self) -> Tensor:
         """Elements [begin, end) as gathers bring them, when nobody has written to them."""
@@ -370,6 +394,7 @@ class FlatBuffer:
             return self.node_slice.own(self.begin, self.end)
         own = torch.zeros_like(self.local_slice)
         self.resting.cast_into(own)
+        self.resting.courier.join()
         if self._sent_quantised:
             self.mesh.quantise(own)
         return own

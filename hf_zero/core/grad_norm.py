@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -26,40 +27,46 @@ def _squares_of_rows(flat: Tensor) -> Tensor:
 
 
 def global_norm(
-    masters: Iterable[Tensor],
+    grads: Iterable[Tensor],
     comm: Communicator,
     sharded: bool,
     norm_type: float = 2.0,
     *,
     device: torch.device,
     beside: Tensor | None = None,
+    tensor: Communicator | None = None,
 ) -> Tensor:
     """The norm of all gradients (fp32 scalar on `device`): one pass over this rank's part, one scalar all-reduce.
 
-    `beside` (fp64, on `device`) is added up over ranks too, in place, by the same all-reduce.
-    Supports the 2-norm and the infinity norm; nan on any rank is nan on all. Raises ValueError for other norms.
+    Tensor-parallel ranks, if there are any, have other `grads`, which takes one more. `beside` (fp64, on `device`) is
+    added up over ranks too, in place, by the first. Supports the 2-norm and the infinity norm; nan on any rank is nan
+    on all. Raises ValueError for other norms.
     """
-    grads = [master.grad for master in masters if master.grad is not None and master.numel()]
+    grads = [grad for grad in grads if grad.numel()]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == math.inf:
-        for grad in grads:
-            total = torch.maximum(total, grad.abs().amax().double().to(device))
+        if grads:
+            norms = [norm.to(device) for norm in torch._foreach_norm(grads, math.inf)]
+            total = torch.stack(norms).amax().double()
     elif norm_type == 2.0:
         # All rows together, so that the sum does not depend on how masters are cut.
-        squares = [_squares_of_rows(grad).to(device) for grad in grads]
+        squares = [_squares_of_rows(grad).to(device) for grad in grads if grad.device.type == "cpu"]
+        # A device adds up in a tree, which is as good, and by a few kernels for all of them.
+        others = [grad for grad in grads if grad.device.type != "cpu"]
+        squares += [torch.stack(torch._foreach_norm(others)).double().square()] if others else []
         total = torch.cat(squares).sum() if squares else total
     else:
         raise ValueError(f"norm_type={norm_type} is not supported over shards: use 2.0 or inf")
-    if norm_type == 2.0 and sharded:
-        together = comm.all_reduce_scalars(total.view(1) if beside is None else torch.cat([total.view(1), beside]))
-        if beside is not None:
-            beside.copy_(together[1:])
-        return together[0].sqrt().float()
-    if beside is not None:
+    over = [each for each in (comm if sharded else None, tensor) if each is not None]
+    if norm_type == 2.0 and sharded and beside is not None:
+        together = comm.all_reduce_scalars(torch.cat([total.view(1), beside]))
+        beside.copy_(together[1:])
+        total, over = together[0].clone(), over[1:]
+    elif beside is not None:
         comm.all_reduce_scalars(beside)
-    if norm_type == 2.0:
-        return total.sqrt().float()
-    return (_largest(total, comm) if sharded else total).float()
+    for each in over:
+        total = each.all_reduce_scalars(total.view(1))[0] if norm_type == 2.0 else _largest(total, each)
+    return (total.sqrt() if norm_type == 2.0 else total).float()
 
 
 def _largest(value: Tensor, comm: Communicator) -> Tensor:
@@ -77,6 +84,9 @@ def clip_(masters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return  # a pass over all gradients saved; on a device, looking at the factor would cost more than the pass
+    grads: dict[torch.device, list[Tensor]] = defaultdict(list)
     for master in masters:
         if master.grad is not None:
-            master.grad.mul_(factor.to(master.grad.device))
+            grads[master.grad.device].append(master.grad)
+    for device, its in grads.items():  # the host waits for its own once
+        torch._foreach_mul_(its, factor.to(device))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from hf_zero.comm.mesh import Mesh, NodeSum
-from hf_zero.comm.work import Route, Tag, Work
+from hf_zero.comm.work import OnChunk, Route, Tag, Work
 from hf_zero.core.extents import node_bounds
 from hf_zero.core.layout import FlatLayout
 from hf_zero.core.placement import MOVES, Move, Placement
@@ -19,7 +19,7 @@ class GradientRoute:
 
     Args:
         at_rest: the placement of the masters.
-        deliver: called with (scale, first element, values) of what belongs to this rank's masters.
+        on_chunk: called with (scale, first element, values) of what belongs to this rank's masters.
 
     Attributes:
         takes_parts: whether `reduce` takes gradients from where they are (else one flat tensor).
@@ -32,9 +32,9 @@ class GradientRoute:
         mesh: Mesh,
         tag: Tag,
         at_rest: Placement,
-        deliver: Callable[[float, int, Tensor], None],
+        on_chunk: Callable[[float, int, Tensor], None],
     ) -> None:
-        self._layout, self._mesh, self._tag, self._deliver = layout, mesh, tag, deliver
+        self._layout, self._mesh, self._tag, self._on_chunk = layout, mesh, tag, on_chunk
         self._scatters = MOVES[Placement.PARTIAL, at_rest] is Move.REDUCE_SCATTER
         self.takes_parts = mesh.takes_parts and (self._scatters or not mesh.world.shares)
         self.node_sum: NodeSum | None = None
@@ -50,19 +50,20 @@ class GradientRoute:
         """
         if not self._layout.padded_numel:
             return Work()
-        take = functools.partial(self._deliver, scale / self._mesh.world.world_size)
         if not self._scatters:
-            return self._mesh.reduce(parts, take, self._tag)
+            return self._mesh.reduce(parts, self._take(scale), self._tag)
         if self.node_sum is None:
-            return self._mesh.scatter(parts, take, self._tag)
+            return self._mesh.scatter(parts, self._take(scale), self._tag)
         inside = self._mesh.scatter(parts, self.node_sum.add, self._tag)
         return Route(inside, functools.partial(self.go_on, scale)) if to_owner else inside
 
     def go_on(self, scale: float) -> Work:
         """As `reduce`, with the sums that were kept on the node."""
         assert self.node_sum is not None
-        take = functools.partial(self._deliver, scale / self._mesh.world.world_size)
-        return self._mesh.scatter_on(self.node_sum.take(), take, self._tag)
+        return self._mesh.scatter_on(self.node_sum.take(), self._take(scale), self._tag)
+
+    def _take(self, scale: float) -> OnChunk:
+        return functools.partial(self._on_chunk, scale / self._mesh.world.world_size)
 
     def drop(self, indices: Collection[int]) -> None:
         """Forget the sums of some parameters that were kept on the node."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm import dtensors
 from hf_zero.comm.work import Work
 from hf_zero.core import guard
 from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradient_shard import GradientShard
+from hf_zero.core.gradient_sums import GradientSums
 from hf_zero.core.loss_scale import LossScaler
-from hf_zero.core.master import MasterShard
+from hf_zero.core.master import SliceShard
 from hf_zero.core.whole_gradients import WholeGradients
 from hf_zero.errors import ZeroAccessError, ZeroRuntimeError
 
@@ -20,21 +23,27 @@ from hf_zero.errors import ZeroAccessError, ZeroRuntimeError
 class GradientBuffer:
     """Collects the gradients of a trainable buffer's parameters and reduces them over ranks.
 
-    Where a reduction reads from many places (`GradientRoute.takes_parts`), gradients stay where autograd has left
-    them. Elsewhere they are copied into one flat tensor (laid out as the parameters, in `reduce_dtype`) as they
-    arrive, so that each parameter's own gradient lives only for a moment. Sums outlive a backward pass where
-    micro-batches accumulate locally.
+    Sums outlive a backward pass where micro-batches accumulate locally.
     """
 
-    def __init__(self, buffer: FlatBuffer, reduce_dtype: torch.dtype, scaler: LossScaler | None = None) -> None:
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        reduce_dtype: torch.dtype,
+        scaler: LossScaler | None = None,
+        in_parts: Container[nn.Parameter] = (),
+    ) -> None:
         self.buffer, self.scaler = buffer, scaler
         # An fp64 model keeps its precision; everything else is reduced as configured.
         self.reduce_dtype = torch.float64 if buffer.dtype == torch.float64 else reduce_dtype
+        # Where nothing is added to a gradient on its way, it goes as it is. A second one makes a sum of it.
+        fits = torch.promote_types(buffer.dtype, self.reduce_dtype) == self.reduce_dtype
+        first = buffer.dtype if fits and not buffer.mesh.world.shares else self.reduce_dtype
         self._route = buffer.gradient_route
-        self._in_place = self._route.takes_parts
-        self._flat: Tensor | None = None
-        self._rooms: Sequence[Tensor] = ()  # `_flat`, cut where parameters begin
-        self._sums: dict[int, Tensor] = {}  # by parameter: unreduced, flat, in `_flat` if there is one
+        self._sums = GradientSums(
+            buffer.layout, self.reduce_dtype, buffer.device, first=first, in_place=self._route.takes_parts
+        )
+        self._shared = frozenset(i for i, param in enumerate(buffer.params) if dtensors.is_dtensor(param))
         self._arrived: set[int] = set()  # parameters whose gradient came in this backward pass
         # Parameters of which backward passes may have left unreduced sums, here or elsewhere: the same on every rank.
         self.unreduced: frozenset[int] = frozenset()
@@ -45,13 +54,15 @@ class GradientBuffer:
         self._whole: WholeGradients | None = None  # see [Note: whole gradients]
         self._outdated: list[WholeGradients] = []
         self._work: Work | None = None
+        # Parameters of which each tensor-parallel rank computes a part of the gradient.
+        self.in_parts = {index for index, param in enumerate(buffer.params) if param in in_parts}
 
     @property
     def held(self) -> list[Tensor]:
         """The tensors that hold what is collected."""
         node_sum = self._route.node_sum
         on_node = [] if node_sum is None or node_sum.values is None else [node_sum.values]
-        return [*(self._sums.values() if self._flat is None else [self._flat]), *on_node]
+        return [*self._sums.held, *on_node]
 
     @property
     def fetched(self) -> list[Tensor]:
@@ -73,28 +84,14 @@ class GradientBuffer:
             self.outdate_whole()
         if grad.is_sparse:
             grad = grad.to_dense()
+        if index in self.in_parts:
+            assert self.buffer.mesh.tensor is not None
+            grad = self.buffer.mesh.tensor.all_reduce_scalars(grad.contiguous())
         self._arrived.add(index)
         self.used.add(index)
-        if index in self._sums:
-            self._sums[index].add_(grad.reshape(-1))
-        else:
-            self._sums[index] = self._take(index, grad)
-
-    def _take(self, index: int, grad: Tensor) -> Tensor:
-        """The first gradient of a parameter as a sum: itself, or a copy where it is to lie."""
-        layout = self.buffer.layout
-        if self._in_place or (self._flat is None and grad.numel() == layout.padded_numel):
-            own = grad.is_contiguous() and grad.dtype == self.reduce_dtype and not grad.requires_grad
-            return (grad if own else self._copy(grad)).view(-1)
-        if self._flat is None:
-            make = torch.zeros if layout.has_padding else torch.empty
-            self._flat = make(layout.padded_numel, dtype=self.reduce_dtype, device=grad.device)
-            rooms = zip(self._flat.split_with_sizes(layout.extents), layout.numels, strict=True)
-            self._rooms = [room if room.numel() == numel else room[:numel] for room, numel in rooms]
-        return self._rooms[index].copy_(grad.reshape(-1))
-
-    def _copy(self, grad: Tensor) -> Tensor:
-        return grad.detach().to(self.reduce_dtype, memory_format=torch.contiguous_format, copy=True)
+        self._sums.add(index, grad, shared=index in self._shared)
+        if len(self._arrived) == len(self._all):
+            self._sums.bring()
 
     def begin_reduce(self, *, to_owner: bool = True) -> None:
         """Start the reduction of everything collected; parameters without a gradient contribute zeros.
@@ -105,7 +102,7 @@ class GradientBuffer:
         self.outdate_whole()
         if self.unreduced:
             self.present |= self._all
-            self._work = self._route.reduce(self._parts(), self._unscale, to_owner=to_owner)
+            self._work = self._route.reduce(self._sums.parts(), self._unscale, to_owner=to_owner)
             self.drop()
         elif to_owner and self.is_on_node:
             self._work = self._route.go_on(self._unscale)
@@ -128,23 +125,6 @@ class GradientBuffer:
         if len(self._arrived) == len(self._all):
             return False
         return any(guard.gets_gradient(self.buffer.params[index]) for index in self._all - self._arrived)
-
-    def _parts(self) -> list[Tensor]:
-        """Everything collected, end to end as the parameters are laid out, with zeros for what is missing."""
-        layout = self.buffer.layout
-        if self._flat is not None:
-            for index in set(range(len(layout.shapes))) - self._sums.keys():
-                self._rooms[index].zero_()
-            return [self._flat]
-        parts, at = [], 0
-        found = [(layout.offsets[index], self._sums[index]) for index in sorted(self._sums)]
-        for offset, values in [*found, (layout.padded_numel, None)]:
-            if offset > at:
-                parts.append(torch.zeros(offset - at, dtype=self.reduce_dtype, device=self.buffer.unsharded.device))
-            if values is not None and values.numel():
-                parts.append(values)
-                at = offset + values.numel()
-        return parts
 
     @property
     def is_reducing(self) -> bool:
@@ -176,7 +156,7 @@ class GradientBuffer:
 
         `fetch(whole, operation)` is to call `fetch_whole`.
         """
-        if index not in (self._sums if self.unreduced else self.present):
+        if index not in (self._sums.indices if self.unreduced else self.present):
             return None
         if self._whole is None or index in self._whole.replaced:
             self.outdate_whole()
@@ -198,20 +178,20 @@ class GradientBuffer:
         whole.local = bool(self.unreduced)
         if not whole.local:
             self._bring_in()
-            shards = self.buffer.master_shards
-            self.buffer.gather_into(whole.flat, ((shard, shard.weight.grad) for shard in shards))
+            shards = self.buffer.resting.shards
+            self.buffer.gather_into(whole.flat, ((shard, shard.grad) for shard in shards))
             return
-        for index in self._sums:
+        for index in self._sums.indices:
             whole.values_of(index).copy_(self._unscaled(index))
 
     def _write_back(self, whole: WholeGradients) -> None:
         """Make what readers have left in whole gradients the gradients; only what differs changes a local sum."""
-        valid = (self._sums.keys() if whole.local else self.present) - whole.replaced
+        valid = (self._sums.indices if whole.local else self.present) - whole.replaced
         if not whole.local:
             self.buffer.resting.write_grads({index: whole.values_of(index) for index in valid})
             return
         for index in valid:
-            values, sums = whole.values_of(index), self._sums[index]
+            values, sums = whole.values_of(index), self._sums.widened(index)
             sums.copy_(torch.where(values == self._unscaled(index), sums, values / self._unscale))
 
     @property
@@ -229,8 +209,12 @@ class GradientBuffer:
         if self._outdated:
             self._outdated = [whole for whole in self._outdated if whole.in_use]
 
-    def check_outdated(self) -> None:
-        """Raises ZeroAccessError where a reader has written to gradients that had been replaced by others."""
+    def settle(self) -> None:
+        """The gradients are about to be used: take back what readers have changed.
+
+        Raises ZeroAccessError where a reader has written to gradients that had been replaced by others.
+        """
+        self.outdate_whole()
         if self._outdated and any(whole.changed_since for whole in self._outdated):
             self._outdated.clear()
             raise ZeroAccessError(
@@ -247,7 +231,7 @@ class GradientBuffer:
             self._whole.replaced.add(index)  # who has read the old one keeps it
         else:
             self._whole = None
-        self._sums.pop(index, None)
+        self._sums.discard([index])
         if index in self.present:
             self.buffer.resting.write_grads({index: self._zeros(index)})
         if flat is None:
@@ -257,7 +241,7 @@ class GradientBuffer:
         self.used.add(index)
         if self.unreduced:
             self.unreduced |= {index}
-            self._sums[index] = self._take(index, flat / self._unscale)
+            self._sums.add(index, flat / self._unscale)
         else:
             self.buffer.resting.write_grads({index: flat})
             self.present.add(index)
@@ -265,14 +249,22 @@ class GradientBuffer:
     def _zeros(self, index: int) -> Tensor:
         return torch.zeros(self.buffer.layout.numels[index], device=self.buffer.unsharded.device)
 
-    def unused_spans(self) -> Iterator[tuple[MasterShard, int, int]]:
+    def unused_spans(self) -> Iterator[tuple[GradientShard, int, int]]:
         """The parameters that got no gradient on this rank, as (shard, start, stop in it)."""
         if len(self.used) == len(self.buffer.params):
             return
-        for shard in self.buffer.master_shards:
+        for shard in (*self.buffer.resting.shards, *self.buffer.resting.runs):
             for span in shard.spans():
                 if span.index not in self.used:
                     yield shard, span.offset, span.offset + span.numel
+
+    def give_to_owners(self, held: Set[nn.Parameter]) -> None:
+        """Have owners of masters of the parameters `held` get their gradients; a collective."""
+        owned = self.buffer.owned
+        assert owned is not None, "nothing here has an owner"
+        among = {index for index in self.present if self.buffer.params[index] in held}
+        if among & owned.ownership.params:
+            owned.collect(among, self.buffer.master_dtype, self.used.__contains__)
 
     def mark_stepped(self, held: Set[nn.Parameter]) -> None:
         """An optimizer has stepped the parameters `held`: whether they get a gradient is noted afresh."""
@@ -281,7 +273,7 @@ class GradientBuffer:
     def begin_backward(self) -> None:
         self.outdate_whole()
         self._arrived.clear()
-        self.expect()
+        self.unreduced = self._all
 
     def expect(self) -> None:
         """Gradients may come, on this rank or another."""
@@ -289,20 +281,24 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """Forget what was collected and not reduced."""
-        self._flat, self._rooms = None, ()
-        self._sums.clear()
+        if self.unreduced:
+            self._sums.clear()
         self.unreduced = frozenset()
 
     def drop_sums(self, held: Set[nn.Parameter]) -> None:
         """Forget what was collected for the parameters `held`, whose gradients in the masters have been dropped."""
         dropped = {index for index, param in enumerate(self.buffer.params) if param in held}
-        for index in dropped:
-            self._sums.pop(index, None)
+        if self.unreduced:
+            self._sums.discard(dropped)
         if self._route.node_sum is not None:
             self._route.drop(dropped)
         self.used -= dropped
         self.present -= dropped
         self.unreduced -= dropped
+        for shard in () if self.buffer.owned is None else self.buffer.resting.shards:
+            # Of these, the optimizer has masters of owners, and does not see the gradients.
+            if isinstance(shard, SliceShard) and any(span.index in dropped for span in shard.spans()):
+                shard.weight.grad = None
         if self.unreduced or self.present:
             self.outdate_whole()
         else:
@@ -317,7 +313,7 @@ class GradientBuffer:
         self.present.clear()
         self._outdated.clear()
         self._whole = None
-        for shard in self.buffer.master_shards:
+        for shard in self.buffer.resting.shards:
             shard.weight.grad = None
 
 

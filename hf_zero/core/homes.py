@@ -10,19 +10,23 @@ forgetting to open shows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
+from hf_zero.core.courier import AtOnce, BufferedCourier, Courier, CudaLanes
 from hf_zero.core.direct_file import DirectFile
+from hf_zero.core.disk_failures import DiskFailures, raise_anywhere
 from hf_zero.core.disk_home import DiskHome
 from hf_zero.core.placement import Place
+from hf_zero.core.step_place import StepPlace, measure
 from hf_zero.errors import ZeroRuntimeError
 
 
@@ -34,6 +38,7 @@ SHELF_ELEMENTS = 4 << 20
 _CUT = 1024
 # Fewer elements than these are not worth a way to the disk: a request would carry less than 256 KiB.
 LEAST_ON_DISK = 1 << 16
+_HOST = torch.device("cpu")
 _IN_FLIGHT = 8  # requests to one disk at a time, of all ranks beside each other
 
 
@@ -73,6 +78,7 @@ class Home(Protocol):
         place: how far away it is.
         device: of the tensors, when they are open.
         is_near: the engine's device computes on what rests here; otherwise it works on copies.
+        courier: brings gradients here from the device, and weights back.
         keeps_memory: open or not, tensors stay where they are.
         least, limit: elements that one shelf should, and may have; None: as many as there are.
     """
@@ -80,6 +86,7 @@ class Home(Protocol):
     place: Place
     device: torch.device
     is_near: bool
+    courier: Courier
     keeps_memory: bool
     least: int
     limit: int | None
@@ -103,9 +110,16 @@ class MemoryHome:
     keeps_memory, least = True, 0
 
     def __init__(
-        self, place: Place, device: torch.device, *, is_near: bool = True, limit: int = SHELF_ELEMENTS
+        self,
+        place: Place,
+        device: torch.device,
+        *,
+        is_near: bool = True,
+        limit: int = SHELF_ELEMENTS,
+        courier: Courier | None = None,
     ) -> None:
         self.place, self.device, self.is_near = place, device, is_near
+        self.courier = courier or AtOnce()
         self.limit = None if place is Place.DEVICE else shelf_limit(limit)
 
     def shelf(self, numel: int, flats: Mapping[str, Tensor]) -> Shelf:
@@ -195,17 +209,29 @@ class Homes:
         device: the engine's own memory.
         optimizer: of master shards: fp32 weights and what the optimizer keeps for each of them.
         parameters: of slices of weights that are sharded and have no master near the device.
-        host: of what stays in memory although the others of its kind are on disk.
+        host: of what stays in memory although the others of its kind are on disk. Its courier is that of all others
+            that are not near.
+        activations: of what gradient checkpoints keep; None: they stay where they are made.
         ratio: share of the masters that goes to the home of the optimizer; the first ones stay on the device.
         optimizer_in_host: elements of masters that the host keeps of what is to be on disk.
+        step_place: where masters are stepped that are beside the device.
     """
 
     device: Home
     optimizer: Home
     parameters: Home
     host: Home
+    activations: Home | None = None
     ratio: float = 1.0
     optimizer_in_host: int = 0
+    step_place: StepPlace = field(default_factory=StepPlace)
+    failures: DiskFailures = field(default_factory=DiskFailures, init=False)
+
+    def __post_init__(self) -> None:
+        disks = [home for home in self._all if isinstance(home, DiskHome)]
+        self.failures.enabled = bool(disks)
+        for home in disks:
+            home.failures = self.failures
 
     @classmethod
     def on_device(cls, device: torch.device) -> Homes:
@@ -220,16 +246,12 @@ class Homes:
         Raises ZeroRuntimeError where no file can be made in the folder that `config` names, and ValueError for a
         device that does not offload.
         """
-        asked = {config.offload_optimizer_device, config.offload_param_device} - {"none"}
-        if asked and device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"offload to {' and '.join(sorted(asked))} is available on CPU ranks only, not on {device.type} "
-                'devices yet: set offload_optimizer_device and offload_param_device to "none", and use zero_stage 3, '
-                "more ranks or gradient checkpointing to save memory"
-            )
-        on_device = MemoryHome(Place.DEVICE, device)
-        # The meta device stands for an accelerator.
-        host = MemoryHome(Place.HOST, device, is_near=device.type == "cpu", limit=config.sub_group_size)
+        kinds = ("offload_optimizer", "offload_param", "offload_activations")
+        if {getattr(config, f"{kind}_device") for kind in kinds} == {"none"}:
+            return cls.on_device(device)
+        on_device, courier = MemoryHome(Place.DEVICE, device), _courier(device)
+        limit = config.sub_group_size
+        host = MemoryHome(Place.HOST, _HOST, is_near=device.type == "cpu", limit=limit, courier=courier)
         files: dict[str, DirectFile] = {}
 
         def home(kind: str) -> Home:
@@ -239,15 +261,17 @@ class Homes:
             if path not in files:
                 files[path] = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
             # Buffers of their own: what is read ahead of the one kind does not take those of the other.
-            return DiskHome(files[path], config.offload_buffer_count, limit=host.limit, least=LEAST_ON_DISK)
+            return DiskHome(files[path], config.offload_buffer_count, host.limit, LEAST_ON_DISK, courier)
 
         return cls(
             device=on_device,
             optimizer=home("offload_optimizer"),
             parameters=home("offload_param"),
             host=host,
+            activations=None if config.offload_activations_device == "none" else home("offload_activations"),
             ratio=config.offload_optimizer_ratio,
             optimizer_in_host=config.offload_optimizer_max_in_cpu,
+            step_place=StepPlace(config.offload_step if courier.crosses else "host"),
         )
 
     def masters(self, total: int | None = None) -> Assignment:
@@ -255,21 +279,51 @@ class Homes:
         near = 0 if total is None else round((1 - self.ratio) * total / _CUT) * _CUT
         return Assignment([(near, self.device), (self.optimizer_in_host, self.host)], self.optimizer, self.host)
 
+    def matrix(self, numel: int) -> Home:
+        """The home of the master of a whole matrix, or of a run, which rests on one shelf of whatever size."""
+        return self.optimizer if numel and numel >= self.optimizer.least else self.host
+
     def weights(self) -> Assignment:
         """The homes of slices of weights that have no master near the device."""
         return Assignment((), self.parameters, self.host)
 
+    # Asked again and again in a step, and always answered alike.
+    @functools.cached_property
+    def _all(self) -> set[Home]:
+        homes = (self.device, self.optimizer, self.parameters, self.host, self.activations)
+        return {home for home in homes if home is not None}
+
+    @property
+    def files(self) -> set[DirectFile]:
+        """What moves bytes to disk and back."""
+        return {home.file for home in self._all if isinstance(home, DiskHome)}
+
+    @functools.cached_property
+    def couriers(self) -> set[Courier]:
+        return {home.courier for home in self._all}
+
     @property
     def buffer_bytes(self) -> int:
-        """Host memory for what is open, read ahead or being written."""
-        return sum(home.held().get(Place.HOST, 0) for home in {self.device, self.optimizer, self.parameters})
+        """Host memory for what is open, read ahead or being written, or on its way between host and device."""
+        open_ones = sum(home.held().get(Place.HOST, 0) for home in self._all)
+        return open_ones + sum(courier.nbytes for courier in self.couriers)
+
+    def choose_step_place(self, comm: Communicator) -> None:
+        """Settle where masters are stepped that are beside the device; a collective if that is to be measured."""
+        if self.optimizer.courier.crosses:
+            self.step_place.choose(comm, functools.partial(measure, self.optimizer.courier, self.device.device))
+
+    def land(self) -> None:
+        """Have all gradients arrive that are on their way to masters."""
+        for courier in self.couriers:
+            courier.land()
 
     def reserve(self, comm: Communicator, *, masters: int = 0, weights: int = 0) -> None:
         """Make sure of room for so many bytes more before they come; a collective where anything rests on disk.
 
         Raises ZeroRuntimeError on all ranks where the disk of one is full.
         """
-        if Place.DISK not in (self.optimizer.place, self.parameters.place):
+        if not self.failures.enabled:
             return
         error = None
         try:
@@ -278,11 +332,65 @@ class Homes:
         except ZeroRuntimeError as caught:
             error = str(caught)
             comm.barrier()
-        for rank, text in enumerate(comm.all_gather_object(error)):
-            if text is not None:
-                self.close()
-                raise ZeroRuntimeError(f"rank {rank}: {text}")
+        try:
+            raise_anywhere(comm, error)
+        except ZeroRuntimeError:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def one_pass(self, comm: Communicator) -> Iterator[None]:
+        """Inside, what the disk of a rank fails at is kept, and raised on all ranks behind it: see `DiskFailures`."""
+        with self.failures.one_pass(comm, self.device.device):
+            yield
+
+    def end_pass(self, comm: Communicator, *, together: bool, land: bool) -> None:
+        """Raise ZeroRuntimeError on all ranks if the disk of one has failed; a collective if anything is on disk.
+
+        Where ranks are not `together`, the next end of a pass does so. With `land`, gradients have arrived afterwards.
+        """
+        if land:
+            self.land()
+        if together:
+            self.failures.end_pass(comm, self.device.device)
+        self.failures.leave_pass()
 
     def close(self) -> None:
-        for home in (self.device, self.optimizer, self.parameters):
+        for home in self._all:
             home.close()
+        for courier in self.couriers:
+            courier.close()
+
+
+def _courier(device: torch.device) -> Courier:
+    if device.type == "cpu":
+        return AtOnce()
+    if device.type == "cuda":
+        return BufferedCourier(CudaLanes(device))
+    raise ValueError(
+        f"offload is available on CPU ranks and CUDA devices, not on {device.type} devices: set the "
+        'offload_*_device options to "none", and use zero_stage 3, more ranks or gradient checkpointing to save memory'
+    )
+
+
+class _WithHomes(Protocol):
+    homes: Homes
+    comm: Communicator
+
+
+_Self = TypeVar("_Self", bound=_WithHomes)
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def in_one_pass(
+    method: Callable[Concatenate[_Self, _Params], _Result],
+) -> Callable[Concatenate[_Self, _Params], _Result]:
+    """Have a method that is a collective raise on all ranks what the disk of one fails at in it."""
+
+    @functools.wraps(method)
+    def within(self: _Self, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with self.homes.one_pass(self.comm):
+            return method(self, *args, **kwargs)
+
+    return within

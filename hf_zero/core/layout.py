@@ -29,10 +29,11 @@ class Span:
 class FlatLayout:
     """Offsets of parameters with the given shapes in a flat range cut into `world_size` equal slices.
 
-    `alignment` is in elements. `padded_numel` is a multiple of `world_size * alignment`.
+    `alignment` is in elements. `padded_numel` is a multiple of `world_size * cuts * alignment`, so that each slice has
+    `cuts` equal parts.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], world_size: int, alignment: int) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], world_size: int, alignment: int, cuts: int = 1) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.numels = [math.prod(shape) for shape in self.shapes]
         self.world_size = world_size
@@ -42,7 +43,7 @@ class FlatLayout:
         for numel in self.numels:
             self.offsets.append(end)
             end += -(-numel // alignment) * alignment
-        self.slice_numel = -(-end // (world_size * alignment)) * alignment
+        self.slice_numel = -(-end // (world_size * cuts * alignment)) * cuts * alignment
         self.padded_numel = self.slice_numel * world_size
 
     @property

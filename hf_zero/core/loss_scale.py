@@ -6,6 +6,9 @@ from __future__ import annotations
 class LossScaler:
     """Keeps fp16 gradients in range: halves the scale after overflows, doubles it after a window without one.
 
+    Engines may share one. What they find out about the gradients of one backward pass is one outcome: an overflow
+    where any of them finds one.
+
     Args:
         scale: a fixed scale; 0 makes it dynamic, starting at `2 ** initial_scale_power`.
         window: steps without overflow after which the scale doubles.
@@ -30,11 +33,23 @@ class LossScaler:
         self.consecutive_hysteresis = consecutive_hysteresis
         self._tolerated = hysteresis
         self._since_overflow = 0
+        self._before: dict[str, float] | None = None  # the state at the backward pass, once there was one
+        self._outcome: bool | None = None  # of its gradients, as far as steps have told
+
+    def begin_backward(self) -> None:
+        """The steps that follow, of several engines maybe, are about the gradients of this backward pass."""
+        self._before, self._outcome = self.state_dict(), None
 
     def update(self, overflow: bool) -> None:
         """Note the outcome of a step."""
         if not self.dynamic:
             return
+        if self._before is not None:
+            if self._outcome is not None:
+                if self._outcome or not overflow:
+                    return
+                self.load_state_dict(self._before)
+            self._outcome = overflow
         if overflow:
             self._since_overflow = 0
             if self._tolerated > 1:

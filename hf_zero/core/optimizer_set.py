@@ -8,23 +8,17 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from hf_zero.core.binding import Binding, WholeStates
 from hf_zero.core.direct_file import whole_pages
 from hf_zero.core.elementwise import state_kinds
 from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.homes import Homes
 from hf_zero.core.master import MasterShard
-from hf_zero.core.optimizer import (
-    Binding,
-    OptimizerOwner,
-    WholeStates,
-    adopt,
-    gather_states,
-    named_state,
-    rebuild_masters,
-    take_named_state,
-)
+from hf_zero.core.optimizer import OptimizerOwner, adopt, named_state, take_named_state
 from hf_zero.core.placement import Place
-from hf_zero.core.unit import Unit
+from hf_zero.core.rebuild import gather_states, rebuild_masters
+from hf_zero.core.unit import Unit, one_pass
 
 
 class OptimizerSet:
@@ -32,13 +26,13 @@ class OptimizerSet:
 
     Attributes:
         bindings: an entry for every attached optimizer, in order.
-        masters: the flat weights of all master shards; those that no optimizer holds are stepped by nothing.
+        masters: the flat weights of all shards, which have the gradients.
     """
 
     def __init__(self, units: list[Unit], homes: Homes) -> None:
         self._units, self._homes = units, homes  # the engine's own list, in which units are replaced
         self.bindings: list[Binding] = []
-        self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.master_shards]
+        self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.resting.shards]
 
     @property
     def _buffers(self) -> Iterator[FlatBuffer]:
@@ -49,11 +43,18 @@ class OptimizerSet:
         binding, states = adopt(optimizer, owner, self._home(), self._bound(), self._homes.optimizer)
         self.bindings.append(binding)
         self.rebuild(states)
+        for buffer in itertools.islice(self._buffers, 1):
+            self._homes.choose_step_place(buffer.comm)
 
     def begin_fetch(self) -> None:
         """Have what steps need that are owed read ahead, in the order of units: so it will be needed."""
         for buffer in self._buffers:
             buffer.resting.begin_fetch(of_debts=True)
+
+    def settle(self) -> None:
+        """Make all steps that are owed."""
+        for buffer in self._buffers:
+            buffer.resting.settle()
 
     def _bytes_to_come(self) -> int:
         """What states that the optimizers have not made yet will take on disk, in their first steps."""
@@ -69,11 +70,13 @@ class OptimizerSet:
 
     def adopt_group(self, optimizer: torch.optim.Optimizer) -> None:
         """A group was added to an attached optimizer. Raises ValueError where it holds what it must not."""
-        self.rebuild(self._binding_of(optimizer).take_new_groups(self._home(), self._bound()))
+        in_parts = self._homes.optimizer.place is not Place.DEVICE
+        self.rebuild(self._binding_of(optimizer).take_new_groups(self._home(), self._bound(), in_parts=in_parts))
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict:
         """Its whole state by parameter name; a collective."""
-        return named_state(self._binding_of(optimizer), self._buffers, self.bindings)
+        with one_pass(self._units):
+            return named_state(self._binding_of(optimizer), self._buffers, self.bindings)
 
     def load_state_of(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """Take what `state_of` gave. Raises ValueError where it does not fit."""
@@ -82,6 +85,12 @@ class OptimizerSet:
     def held_by(self, optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
         """The parameters of the model that an optimizer steps."""
         return {param for params in self._binding_of(optimizer).groups for param in params}
+
+    def give_to_owners(self, optimizer: torch.optim.Optimizer, gradients: Iterable[GradientBuffer]) -> None:
+        """Have the whole matrices that an optimizer steps get their gradients; a collective."""
+        for gradient in gradients:
+            if gradient.buffer.owned is not None:
+                gradient.give_to_owners(self.held_by(optimizer))
 
     def shards_of(self, optimizer: torch.optim.Optimizer) -> list[list[MasterShard]]:
         """The masters that an optimizer steps, by group."""
@@ -96,7 +105,16 @@ class OptimizerSet:
 
         Raises ZeroRuntimeError on all ranks where a disk has no room for the states that the optimizers will make.
         """
-        self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
+        with one_pass(self._units):
+            self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
+        masters = {
+            buffer.params[index]: matrix.weight
+            for buffer in self._buffers
+            if buffer.owned is not None
+            for index, matrix in buffer.owned.matrices.items()
+        }
+        for binding in self.bindings:
+            binding.carry_overrides(masters)
         for buffer in itertools.islice(self._buffers, 1):
             self._homes.reserve(buffer.comm, masters=self._bytes_to_come())
 

@@ -1,4 +1,4 @@
-"""The order of hooked calls: recorded in one forward pass, expected in the next, and how far backward has come."""
+"""The order of hooked calls: recorded in a forward pass, expected in the next; how far backward has come; limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_zero.core.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far ahead and how long values are held at stage 3, in elements; DeepSpeed's stage3_* keys of these names."""
+
+    overlap: bool = True  # gather ahead and reduce behind, instead of waiting for each collective
+    prefetch: int = 1  # gathered ahead: the next unit always (but for 0), further ones as long as they fit
+    live: int = 10**9  # beyond this many no further ones are gathered ahead, and none are kept
+    reuse: int = 0  # kept after forward if used again before this many others
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,23 +40,27 @@ class HookPlan:
 # An embedding smaller than this share of the model (position tables, token types) is not worth a collective.
 _SMALL_EMBEDDING = 0.01
 
+# The same of a part of a layer that is gathered in parts, as a share of the size that makes it so.
+_SMALL_PART = 0.02
+
 # Nor is a module behind the blocks that is smaller than this share of the last block.
 _LIGHT_TAIL = 0.1
 
 
 def partition(
-    model: nn.Module, persistent: Callable[[nn.Parameter], bool] | None = None
+    model: nn.Module, persistent: Callable[[nn.Parameter], bool] | None = None, largest: float = math.inf
 ) -> tuple[list[UnitPlan], list[HookPlan]]:
     """Units in the order [persistent, rest, embeddings, blocks, tail], and the modules to hook, the model first.
 
     The tail is the output head; what is small there (the final norm) belongs to the last block's unit.
 
     `persistent` picks parameters that stay whole on every rank; they make one unit, which the model itself needs.
-    Parameters that several modules share belong to the first unit that holds them; every hooked module names all
-    units that its parameters live in.
+    Of a block with more than `largest` elements each module is a unit, down to single layers; what is small beside
+    them belongs to the model's unit. Parameters that several modules share belong to the first unit that holds them;
+    every hooked module names all units that its parameters live in.
     """
     names = {module: name for name, module in model.named_modules()}
-    blocks = [module for module in _blocks(model) if _has_params(module)]
+    blocks = [part for block in blocks_of(model) if _has_params(block) for part in _parts(block, largest)]
     embeddings = _embeddings(model, blocks)
     tail = _tail(model, blocks, embeddings)
 
@@ -100,7 +105,7 @@ def _claim(owner: dict, name: str, modules: list[nn.Module], names: dict[nn.Modu
     return unit
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The outermost repeated blocks: what transformers must not split, else the entries of module lists."""
     unsplit: set[str] = set()
     for module in model.modules():
@@ -130,6 +135,17 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def _parts(module: nn.Module, largest: float) -> Iterator[nn.Module]:
+    """The modules that a block is gathered by. Experts in lists stay together: ranks call different ones."""
+    children = [child for child in module.children() if _has_params(child)]
+    if _numel(module) <= largest or not children or any(isinstance(child, _NEVER_CALLED) for child in children):
+        yield module
+        return
+    for child in children:
+        if _numel(child) > _SMALL_PART * largest:
+            yield from _parts(child, largest)
 
 
 def _is_block_list(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ class Placement(Enum):
     REPLICATED = "replicated"  # every rank holds the same whole tensor
     PARTIAL = "partial"  # every rank holds its own unreduced sum
     SHARDED = "sharded"  # every rank holds one contiguous slice
+    OWNED = "owned"  # one rank holds the whole matrix: optimizer state only
 
 
 class Extent(Enum):
@@ -40,6 +41,7 @@ class Move(Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    HAND_OVER = "exchange between slices and owners"
 
 
 # (from, to): the pair of placements picks the move.
@@ -48,7 +50,12 @@ MOVES: dict[tuple[Placement, Placement], Move] = {
     (Placement.SHARDED, Placement.REPLICATED): Move.ALL_GATHER,
     (Placement.PARTIAL, Placement.SHARDED): Move.REDUCE_SCATTER,
     (Placement.PARTIAL, Placement.REPLICATED): Move.ALL_REDUCE,
+    (Placement.SHARDED, Placement.OWNED): Move.HAND_OVER,
+    (Placement.OWNED, Placement.SHARDED): Move.HAND_OVER,
 }
+
+# The placement of masters and optimizer states where the optimizer must be given whole matrices.
+OF_WHOLE_MATRICES = {Placement.REPLICATED: Placement.REPLICATED, Placement.SHARDED: Placement.OWNED}
 
 
 @dataclass(frozen=True, kw_only=True)

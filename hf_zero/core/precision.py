@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hf_zero.core import guard
+
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -28,6 +30,7 @@ class Precision:
         # Kernels of normalisation with running statistics take these and the weights in one dtype, fp32.
         normalised = (module for module in model.modules() if isinstance(module, _NormBase))
         self._keeping = {param for module in normalised for param in module._parameters.values()}
+        self._keeping.update(param for param in model.parameters() if guard.is_packed(param))
 
     def of(self, param: nn.Parameter) -> torch.dtype:
         """The dtype that a parameter has where it is computed with."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias
 
 from torch import Tensor, nn
 
+from hf_zero.core import guard
 from hf_zero.core.build import WHOLE_MODEL_COMPILED
 from hf_zero.core.hooks import drop_placeholders
 from hf_zero.core.precision import Precision, widen
@@ -124,3 +125,12 @@ def _as_ordinary(model: nn.Module) -> Iterator[None]:
     finally:
         model.__dict__["_zero_engine"] = engine
         model.__class__ = prepared
+
+
+def convert_others(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Do to module buffers, and to parameters that were added since the model was prepared, what `function` does."""
+    for module in model.modules():
+        module._buffers.update({k: function(value) for k, value in module._buffers.items() if value is not None})
+        for param in module.parameters(recurse=False):
+            if not guard.is_prepared(param):
+                param.data = function(param.data)

@@ -14,7 +14,8 @@ class Reductions:
     """Reduces units last one first, which is about the order in which backward comes to them.
 
     Args:
-        overlap: reductions go on under what follows, up to about two layers' worth of elements at a time.
+        overlap: reductions go on under what follows, up to about two layers' worth of elements at a time, and one
+            for each hop, so that every hop has a layer of backward to go on under.
     """
 
     def __init__(self, units: Iterable[Unit], *, overlap: bool) -> None:
@@ -24,7 +25,8 @@ class Reductions:
         self._under_way: deque[GradientBuffer] = deque()
         self._numel = 0  # of what is under way
         sizes = [sum(gradient.numel for gradient in unit.gradients) for unit in units if unit.gradients]
-        self._room = 2 * statistics.median_high(sizes) if sizes and overlap else 0
+        layers = max((gradient.buffer.mesh.hops for _, gradient in self._queue), default=0)
+        self._room = max(2, layers) * statistics.median_high(sizes) if sizes and overlap else 0
 
     def begin(self, has_left: Callable[[Unit], bool], *, to_owner: bool) -> None:
         """Begin what backward has left behind, as far as the order allows; see `GradientBuffer.begin_reduce`.
@@ -36,11 +38,12 @@ class Reductions:
             if not has_left(unit) or gradient.is_awaited:
                 return
             self._next += 1
-            self._begin(gradient, to_owner)
+            self._begin(unit, gradient, to_owner)
 
-    def _begin(self, gradient: GradientBuffer, to_owner: bool) -> None:
-        for earlier in self._under_way if self._in_hops else ():  # a layer of backward has gone by since its last hop
-            earlier.advance_reduce()
+    def _begin(self, unit: Unit, gradient: GradientBuffer, to_owner: bool) -> None:
+        if self._in_hops and gradient is unit.gradients[0]:
+            for earlier in self._under_way:  # a layer of backward has gone by since its last hop
+                earlier.advance_reduce()
         gradient.begin_reduce(to_owner=to_owner)
         self._under_way.append(gradient)
         self._numel += gradient.numel
@@ -71,9 +74,9 @@ class Reductions:
 
     def finish(self, *, to_owner: bool = True) -> None:
         """Reduce everything that is not reduced yet, and wait for it."""
-        for _, gradient in self._queue:
+        for unit, gradient in self._queue:
             if gradient.unreduced or (self._in_hops and to_owner and gradient.is_on_node):
-                self._begin(gradient, to_owner)
+                self._begin(unit, gradient, to_owner)
         self.wait()
 
     def wait(self) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm.codec import Codec
 from hf_zero.core.homes import Assignment, Home, Homes
 from hf_zero.core.layout import FlatLayout
-from hf_zero.core.master import MASTER, MasterShard, WeightShard
+from hf_zero.core.master import MASTER, MasterShard, PackedShard, SliceShard, WeightShard
+from hf_zero.core.placement import Place
 
 
 _Label = TypeVar("_Label")
@@ -24,13 +27,16 @@ class Resting:
     device have copies in the dtype of computation, which follow whatever is written to the masters.
 
     Args:
-        followers: gives the tensor of [begin, end) in which copies of masters lie; None: each has one of its own; one
-            without elements: there are none.
+        followers: gives the tensor of [begin, end) in which copies of masters lie, or, of `True`, the weights whose
+            masters are with their owners; None: each has one of its own; one without elements: there are none.
         dtype: gives the dtype of these.
 
     Attributes:
-        masters: of trained parameters.
+        shards: of trained parameters: masters, and what has its masters elsewhere.
+        masters: of trained parameters, in `shards` or, of what has owners (see [Note: owned]), beside them.
+        runs: those beside them that are no whole matrices.
         frozen: of frozen ones that are sharded.
+        courier: between the device and what is not near it.
     """
 
     def __init__(
@@ -40,16 +46,21 @@ class Resting:
         end: int,
         homes: Homes,
         *,
-        followers: Callable[[], Tensor | None],
+        followers: Callable[[bool], Tensor | None],
         dtype: Callable[[], torch.dtype],
     ) -> None:
         self._layout, self._begin, self._end, self._homes = layout, begin, end, homes
+        self.courier = homes.host.courier
         self._followers, self._dtype = followers, dtype
+        self.shards: list[MasterShard | SliceShard] = []
         self.masters: list[MasterShard] = []
+        self.runs: list[MasterShard] = []
         self.frozen: list[WeightShard] = []
+        self._whole: Tensor | None = None  # [begin, end) of the buffer, if near masters lie in it
+        self._kept: Tensor | None = None  # its values before writes that may be dropped
 
     def __bool__(self) -> bool:
-        return bool(self.masters or self.frozen)
+        return bool(self.shards or self.frozen)
 
     # -- construction -------------------------------------------------------------------------------------------
 
@@ -59,10 +70,14 @@ class Resting:
             shard = self._new_master(start, stop, dtype, home)
             shard.values.copy_(values[start:stop])
             shard.rest()
+            self.shards.append(shard)
             self.masters.append(shard)
 
-    def take_frozen(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Keep copies of frozen weights."""
+    def take_frozen(self, values: Tensor, dtype: torch.dtype, codec: Codec | None = None) -> None:
+        """Keep copies of frozen weights, or what `codec` makes of them."""
+        if codec is not None:
+            self.frozen = [PackedShard(0, values.numel(), values, self._homes.device, codec)]
+            return
         for start, stop, home in self._homes.weights().cut(values.numel()):
             kept = values[start:stop].to(device=home.device, dtype=dtype, copy=True)
             self.frozen.append(WeightShard(start, stop, kept, home))
@@ -71,16 +86,48 @@ class Resting:
         on_write = None if home.is_near else self._follow
         return MasterShard(self._layout, self._begin, start, stop, dtype, home, on_write)
 
-    def new_masters(
-        self, labels: Sequence[_Label], dtype: torch.dtype, homes: Assignment
-    ) -> Iterator[tuple[_Label, MasterShard]]:
-        """(label, master of zeros) for all elements; `labels` are the parameters', one for each master.
+    def new_shards(
+        self, labels: Sequence[_Label], owned: Container[_Label], dtype: torch.dtype, homes: Assignment
+    ) -> Iterator[tuple[_Label, MasterShard | SliceShard]]:
+        """(label, shard of zeros) for all elements; `labels` are the parameters', one for each shard.
 
-        What the masters are to hold is filled in before they are sent to rest.
+        Those with `owned` labels have their masters elsewhere. What masters are to hold is filled in before they are
+        sent to rest.
         """
         for label, start, stop in self._layout.runs(self._begin, self._end, labels):
-            for low, high, home in homes.cut(stop - start):
-                yield label, self._new_master(start + low, start + high, dtype, home)
+            is_owned = label in owned
+            for low, high, home in (self._homes.weights() if is_owned else homes).cut(stop - start):
+                if is_owned:
+                    where = (self._layout, self._begin, start + low, start + high)
+                    follows = functools.partial(self._followers, True)
+                    shard = SliceShard(*where, dtype, self._homes.device, follows, home)
+                    shard.begin(self._dtype())
+                    yield label, shard
+                else:
+                    yield label, self._new_master(start + low, start + high, dtype, home)
+
+    def new_matrix(self, index: int, dtype: torch.dtype) -> MasterShard:
+        """The master, of zeros, of a whole parameter in its own shape, wherever it lies in the buffer."""
+        start, numel, shape = self._layout.offsets[index], self._layout.numels[index], self._layout.shapes[index]
+        home = self._homes.matrix(numel)
+        return MasterShard(self._layout, 0, start, start + numel, dtype, home, shape=shape)
+
+    def new_run(self, start: int, stop: int, dtype: torch.dtype) -> MasterShard:
+        """The master, of zeros, of elements [start, stop) of the buffer, wherever they lie in it."""
+        return MasterShard(self._layout, 0, start, stop, dtype, self._homes.matrix(stop - start))
+
+    def replace(
+        self,
+        shards: Sequence[MasterShard | SliceShard],
+        runs: Sequence[MasterShard],
+        matrices: Sequence[MasterShard],
+    ) -> None:
+        """Have other shards in place of the present ones, whose room is given back unless they are kept."""
+        old = {*self.shards, *self.masters}
+        self.shards, self.runs = list(shards), list(runs)
+        self.masters = [*self.flats, *matrices]
+        for shard in old - {*self.shards, *self.masters}:
+            shard.leave()
 
     def empty_master(self, dtype: torch.dtype) -> MasterShard:
         """A master of nothing, for groups of which this rank owns nothing."""
@@ -88,31 +135,50 @@ class Resting:
 
     def leave(self) -> None:
         """Give all room back."""
-        for master in self.masters:
-            master.leave()
+        self.replace((), (), ())
         for weight in self.frozen:
             weight.leave()
+
+    # -- masters that are parts of the buffer -----------------------------------------------------------------------
+
+    def lie_in(self, own: Tensor | None) -> None:
+        """Have the masters on the device lie in `own`, which is [begin, end) of the buffer (None: by themselves)."""
+        self._whole = own
+        for shard in self.shards:
+            if isinstance(shard, MasterShard) and shard.place is Place.DEVICE and (own is not None or shard.is_part):
+                shard.lie_in(None if own is None else own[shard.start : shard.stop])
+
+    def keep_values(self, keep: bool) -> None:
+        """Have a copy of masters that lie in the buffer, where people may write what is to be dropped; or none."""
+        self._kept = self._whole.clone() if keep and self._whole is not None else None
+
+    def drop_writes(self) -> None:
+        """Have the values again that were kept."""
+        if self._kept is not None and self._whole is not None:
+            self._whole.copy_(self._kept)
 
     # -- copies of masters ------------------------------------------------------------------------------------------
 
     def _follow(self, shard: MasterShard) -> None:
         """Have the copy of a master, which is open, take its values over."""
-        followers = self._followers()
+        followers = self._followers(False)
         with torch.no_grad(), torch.inference_mode(False):
             if followers is not None:
                 if followers.numel():
-                    followers[shard.start : shard.stop] = shard.values
+                    shard.bring_to(followers[shard.start : shard.stop])
             elif shard.copy is None:
                 ((_, _, home),) = self._homes.weights().cut(shard.numel)
                 values = shard.values.to(device=home.device, dtype=self._dtype(), copy=True)
                 shard.copy = WeightShard(shard.start, shard.stop, values, home)
             else:
-                shard.copy.fill(shard.values)
+                shard.copy.follow(shard)
 
     def recast(self) -> None:
-        """Make copies anew, in the present dtype."""
-        for shard in self.masters:
-            if shard.copy is not None:
+        """Make copies anew, in the present dtype; those whose masters are elsewhere are zero until these come."""
+        for shard in self.shards:
+            if isinstance(shard, SliceShard):
+                shard.begin(self._dtype())
+            elif shard.copy is not None:
                 with shard.open(kinds=(MASTER,)):
                     shard.copy.leave()
                     shard.copy = None
@@ -121,23 +187,33 @@ class Resting:
     @property
     def weights(self) -> list[WeightShard]:
         """Frozen weights, or the copies of masters that lie by themselves."""
-        return [shard.copy for shard in self.masters if shard.copy is not None] or self.frozen
+        return [shard.copy for shard in self.shards if shard.copy is not None] or self.frozen
+
+    @property
+    def flats(self) -> list[MasterShard]:
+        """The masters that are flat: parts of this rank's slice, and runs."""
+        return [*(shard for shard in self.shards if isinstance(shard, MasterShard)), *self.runs]
 
     # -- values -----------------------------------------------------------------------------------------------------
 
     def begin_fetch(self, of_debts: bool = False) -> None:
-        """Have read ahead what the next gather needs: weights, or what masters need to make the steps they owe."""
-        for shard in self.masters if of_debts else self.weights:
+        """Have read ahead what the next gather needs: weights, or what masters need to make the steps they owe.
+
+        Copies of those that owe a step have no values that anybody needs.
+        """
+        current = [shard.copy for shard in self.shards if shard.copy is not None and not shard.owes]
+        for shard in self.masters if of_debts else [*current, *self.frozen]:
             shard.begin_fetch()
 
     def settle(self) -> None:
         """Make the steps that masters owe."""
-        for shard in self.masters:
-            shard.pay()
+        with self._homes.failures.late():
+            for shard in self.masters:
+                shard.pay()
 
     def exact(self, *, write: bool, closed: bool, in_memory: bool | None) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, values) of the best values there are; see `FlatBuffer.exact`."""
-        shards: list[MasterShard | WeightShard] = [*self.masters, *self.frozen]
+        """(start, stop, values) of the best values there are here; see `FlatBuffer.exact`."""
+        shards: list[MasterShard | SliceShard | WeightShard] = [*self.shards, *self.frozen]
         for shard in shards:
             if in_memory in (None, shard.keeps_memory):
                 with contextlib.nullcontext() if closed else shard.open(write=write, kinds=(MASTER,)):
@@ -146,9 +222,12 @@ class Resting:
     def cast_into(self, own: Tensor) -> list[Tensor]:
         """Copy what gathers are made of into `own`, which holds [begin, end), where it is not there already.
 
-        Returns the tensors that it was made of, if they stay where they are.
+        What has a way to go arrives as `courier.up` says. Returns the tensors that it was made of, if they stay where
+        they are.
         """
-        near, weights = [shard for shard in self.masters if shard.is_near], self.weights
+        weights, whole = self.weights, self._whole
+        is_buffer = whole is not None and own.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        near = [shard for shard in self.shards if shard.is_near and not (is_buffer and shard.is_part)]
         with torch.no_grad():
             if len(near) == 1 and near[0].numel == own.numel():
                 own.copy_(near[0].values)
@@ -157,23 +236,24 @@ class Resting:
                 torch._foreach_copy_(parts, [shard.values for shard in near])
             for shard in weights:
                 with shard.open():
-                    own[shard.start : shard.stop] = shard.values
+                    bring = self.courier.copy if shard.is_near else self.courier.up
+                    bring(own[shard.start : shard.stop], shard.values)
         sources = weights if not near else [] if weights else near
         return [shard.values for shard in sources] if all(shard.keeps_memory for shard in sources) else []
 
-    # -- gradients of masters ---------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------------
 
     def add_grads(self, scale: float, start: int, values: Tensor) -> None:
         """Add `scale * values` to the gradients of the elements from `start` on, counted from `begin`."""
         stop = start + values.numel()
-        for shard in self.masters:
+        for shard in self.shards:
             low, high = max(start, shard.start), min(stop, shard.stop)
             if low < high:
                 shard.add_grad(low, values[low - start : high - start], scale)
 
     def write_grads(self, values: Mapping[int, Tensor]) -> None:
         """Make this rank's part of whole gradients, flat and by parameter, the gradients of the masters."""
-        for shard in self.masters:
+        for shard in self.shards:
             for span in shard.spans():
                 if span.index in values:
                     shard.set_grad(span.offset, values[span.index][span.start : span.start + span.numel])

@@ -15,11 +15,11 @@ the order is still the same, last unit first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
 import torch
@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.core import guard
 from hf_zero.core.gradients import GradientBuffer
-from hf_zero.core.hooks import Hook, NoHook
-from hf_zero.core.order import ForwardOrder, HookPoint, Place, Progress
+from hf_zero.core.hooks import Hook, NoHook, in_backward
+from hf_zero.core.order import ForwardOrder, HookPoint, Limits, Place, Progress
 from hf_zero.core.outputs import find_tensors
 from hf_zero.core.reductions import Reductions
 from hf_zero.core.unit import Tally, Unit, UnitState
@@ -57,21 +57,6 @@ _ALLOWED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How far ahead and how long values are held at stage 3, in elements; DeepSpeed's stage3_* keys of these names."""
-
-    overlap: bool = True  # gather ahead and reduce behind, instead of waiting for each collective
-    prefetch: int = 1  # gathered ahead: the next unit always (but for 0), further ones as long as they fit
-    live: int = 10**9  # beyond this many no further ones are gathered ahead, and none are kept
-    reuse: int = 0  # kept after forward if used again before this many others
-
-
-def in_backward() -> bool:
-    """Whether autograd is running: forward hooks then belong to a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class Schedule:
     """Reacts to the hooks of one model."""
 
@@ -93,9 +78,12 @@ class Schedule:
         self.phase = Phase.IDLE
         self.before_forward: Callable[[], None] = NoHook()
         self.before_backward: Callable[[], None] = NoHook()
+        self.after_forward: Callable[[bool], None] = NoHook()  # with whether all ranks make it together
+        self.after_backward: Callable[[bool], None] = NoHook()
         self._order, self._progress = ForwardOrder(), Progress()
         self._differentiable = False  # gradients will be taken of what the forward pass under way calls...
         self._began = 0  # ...which began after so many calls
+        self._inside_call = False  # of modules that count as one: see `as_one_call`
         self._live: dict[Unit, tuple[int, int]] = {}  # unsharded for (backward pass, call): see [Note: backward order]
         self.units_changed()
 
@@ -148,6 +136,8 @@ class Schedule:
 
     def pre_forward(self, point: HookPoint, inputs: list[Tensor]) -> None:
         """Unshard what the call needs; `inputs` are those of its inputs that require a gradient."""
+        if self._inside_call:
+            return
         if in_backward():  # recomputation under activation checkpointing
             self._recompute(point)
             return
@@ -182,7 +172,22 @@ class Schedule:
             # These may have been read before, too: their gradients can come when all calls are left behind.
             self._progress.use([unit for unit in self.units if unit.accessed], self._began)
 
-    def post_forward(self, point: HookPoint, module: nn.Module, args: tuple, output: object) -> None:
+    @contextlib.contextmanager
+    def as_one_call(self, point: HookPoint) -> Iterator[list[Tensor]]:
+        """Calls of modules inside are one of `point`, which has their units; it returns what is put into the list."""
+        outputs: list[Tensor] = []
+        point.received = {}
+        self.pre_forward(point, [])
+        self._inside_call = True
+        try:
+            yield outputs
+        finally:
+            self._inside_call = False
+            self.post_forward(point, None, (), outputs)
+
+    def post_forward(self, point: HookPoint, module: nn.Module | None, args: tuple, output: object) -> None:
+        if self._inside_call:
+            return
         will_differentiate = self._hook_outputs(point, output)
         if in_backward():
             return
@@ -196,6 +201,7 @@ class Schedule:
                 self._progress.forget_since(self._began)
                 self.reshard_all()
             self._enter(Phase.IDLE)
+            self.after_forward(self._any_sharded and output is not None)  # None: an exception is on its way
 
     def open_to_reads(self, unit: Unit) -> None:
         """Parameters can be read from outside of their modules from here on: as if one of these was called."""
@@ -338,6 +344,7 @@ class Schedule:
         self._progress.end_backward()
         self.reshard_all()
         self._enter(Phase.IDLE)
+        self.after_backward(self._reducing_now)
 
     def reduce_all(self) -> None:
         """Reduce everything that is not reduced yet, and wait for it."""

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 
+_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
 def twin_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, object]) -> torch.optim.Optimizer:
     """An optimizer of the same class with these attributes, without hooks."""
     twin = object.__new__(type(optimizer))
@@ -43,10 +46,21 @@ class Snapshot:
         options = [_by_value(group) for group in optimizer.param_groups]
         return cls(optimizer=optimizer, attributes=dict(optimizer.__dict__), options=options)
 
-    def step(self, group: int, weight: Tensor) -> None:
-        """Step one tensor of a group, by its `grad`; its state is made and kept in `optimizer.state`."""
+    def step(self, group: int, weight: Tensor, *, on_host: bool = False) -> None:
+        """Step one tensor of a group, by its `grad`; its state is made and kept in `optimizer.state`.
+
+        `on_host`: the optimizer was made for tensors on a device, and this one is the host's.
+        """
         twin = twin_of(self.optimizer, self.attributes)
-        twin.param_groups = [{**_by_value(self.options[group]), "params": [weight]}]
+        options = _by_value(self.options[group])
+        if on_host:
+            options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()}
+            if isinstance(twin, _FUSED_ON_HOST) and options.get("fused") is None and options.get("foreach") is None:
+                options["fused"] = True  # what torch takes by itself there is several times slower
+        if on_host or options.get("fused") or options.get("capturable"):  # these want step counts beside the weight
+            state = self.optimizer.state.get(weight, {})
+            state.update({k: v.to(weight.device) for k, v in state.items() if isinstance(v, Tensor) and not v.dim()})
+        twin.param_groups = [{**options, "params": [weight]}]
         step_alone(twin)
 
 

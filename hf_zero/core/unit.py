@@ -17,6 +17,7 @@ from hf_zero.comm.work import Work
 from hf_zero.core import guard
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.packed import put_together
 from hf_zero.core.whole_gradients import WholeGradients
 from hf_zero.errors import ZeroAccessError
 
@@ -80,10 +81,11 @@ class Unit:
         self._refreshing: list[Work] = []
         self.outdated = False  # a parameter that was frozen is to be trained
         self.listener, self._unsharded = listener, unsharded
-        guard.attach(self.params, self)
+        self._guarded = [each for param in self.params for each in guard.with_followers(param)]
+        guard.attach(self._guarded, self)
         if self.sharded:
             self.state = UnitState.RESTING
-            guard.lock(self.params)
+            guard.lock(self._guarded)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for buffer in self.buffers:
@@ -128,7 +130,7 @@ class Unit:
                 pending.wait()
             self.works.clear()
             self.state = UnitState.READY
-            guard.unlock(self.params)
+            guard.unlock(self._guarded)
 
     def reshard(self) -> None:
         """Release the values; what was written to them from outside a module is kept. No communication."""
@@ -144,20 +146,20 @@ class Unit:
         self.accessed = False
         self._unsharded.numel -= self.numel
         self.state = UnitState.RESTING
-        guard.lock(self.params)
+        guard.lock(self._guarded)
 
     def begin_refresh(self, *, exact: bool = False) -> None:
         """After an optimizer step: start bringing up to date what is kept of trained weights besides their masters."""
         if self.sharded:
             self.finish_refresh()
-            self._refreshing = [b.refresh(exact=exact) for b in self.buffers if b.node_slice is not None]
+            self._refreshing = [b.refresh(exact=exact) for b in self.buffers if b.node_slice or b.owned]
             return
         self.unshard()
         buffers = [buffer for buffer in self.buffers if buffer.trainable]
         if buffers:
             self.works = [buffer.refresh() for buffer in buffers]
             self.state = UnitState.GATHERING
-            guard.lock(self.params)
+            guard.lock(self._guarded)
 
     def finish_refresh(self) -> None:
         """Wait for a refresh: values are there, of replicated weights and of what is kept of sharded ones."""
@@ -205,14 +207,15 @@ class Unit:
             gradient.fetch_whole(whole)
 
     def write_grad(self, param: nn.Parameter, value: Tensor | None) -> None:
-        if value is not None and value.shape != param.shape:
-            raise ValueError(
-                f"a gradient of shape {tuple(value.shape)} cannot be that of '{self.name_of(param)}', whose shape "
-                f"is {tuple(param.shape)}"
-            )
         for gradient in self.gradients:
             index = gradient.buffer.index_of(param)
             if index is not None:
+                shape = gradient.buffer.layout.shapes[index]
+                if value is not None and tuple(value.shape) != shape:
+                    raise ValueError(
+                        f"a gradient of shape {tuple(value.shape)} cannot be that of '{self.name_of(param)}', whose "
+                        f"shape is {shape}"
+                    )
                 self.listener.before_grad_write()
                 gradient.put(index, value)
                 return
@@ -220,7 +223,8 @@ class Unit:
             raise ValueError(f"'{self.name_of(param)}' is not trained, so no step would use the gradient given to it")
 
     def name_of(self, param: nn.Parameter) -> str:
-        return next((name for name, candidate in self.named_parameters() if candidate is param), "?")
+        named = self.named_parameters()
+        return next((name for name, own in named if any(each is param for each in guard.with_followers(own))), "?")
 
     def adopt_writes(self) -> None:
         """Carry over what the user wrote to the values, if anything could have been written."""
@@ -259,9 +263,11 @@ class Unit:
         self.unshard()
         self.adopt_writes()
         self._unsharded.numel -= self.numel if self.sharded else 0
-        guard.detach(self.params)
+        guard.detach(self._guarded)
         for buffer in self.buffers:
             buffer.detach_parameters()
+        for param in self._guarded:
+            put_together(param)
 
     # -- explicit scopes ----------------------------------------------------------------------------------------------
 
@@ -270,6 +276,8 @@ class Unit:
         self.unshard()
         self.adopt_writes()
         self.pins += 1
+        if self.pins == 1:
+            self._keep_values(True)
         self._open()
 
     def unpin(self, write: bool) -> None:
@@ -277,16 +285,22 @@ class Unit:
         self.pins -= 1
         if write:
             for buffer in self.buffers:
-                buffer.comm.broadcast(buffer.unsharded)
+                buffer.parts.agree(buffer.unsharded, buffer.views(buffer.unsharded))
                 buffer.written_in_place()
                 buffer.adopt_writes()
             self._touched = False
+            self._keep_values(self.pins > 0)
         elif not self.pins:
             self._forget_writes()
             if not self.sharded:
                 self.restore()
         if not self.pins:
+            self._keep_values(False)
             self.reshard()
+
+    def _keep_values(self, keep: bool) -> None:
+        for buffer in self.buffers:
+            buffer.resting.keep_values(keep)
 
     def _forget_writes(self) -> None:
         for buffer in self.buffers:
@@ -341,6 +355,15 @@ def units_of(params: Iterable[nn.Parameter]) -> list[Unit]:
 
 
 @contextlib.contextmanager
+def one_pass(units: Iterable[Unit]) -> Iterator[None]:
+    """Inside, what a disk fails at on one rank is kept; then all raise ZeroRuntimeError (see `DiskFailures`)."""
+    with contextlib.ExitStack() as passes:
+        for homes, comm in {(buffer.homes, buffer.comm): None for unit in units for buffer in unit.buffers}:
+            passes.enter_context(homes.one_pass(comm))
+        yield
+
+
+@contextlib.contextmanager
 def gathered_parameters(
     params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False
 ) -> Iterator[None]:
@@ -355,10 +378,11 @@ def gathered_parameters(
     elif isinstance(params, Tensor):
         params = [cast(nn.Parameter, params)]
     units = units_of(params)
-    for unit in units:
-        unit.begin_unshard()
-    for unit in units:
-        unit.pin()
+    with one_pass(units):
+        for unit in units:
+            unit.begin_unshard()
+        for unit in units:
+            unit.pin()
     try:
         with _saved_for_backward(units):
             yield
@@ -366,5 +390,6 @@ def gathered_parameters(
         write = False
         raise
     finally:
-        for unit in units:
-            unit.unpin(write)
+        with one_pass(units):
+            for unit in units:
+                unit.unpin(write)
