@@ -36,12 +36,20 @@ class Later:
             remove()
 
 
-def perform(step: Callable[[], None], later: Later | None) -> None:
-    """Do a step of a save now, or leave it to the thread."""
-    if later is None:
-        step()
-    else:
-        later.steps.append(step)
+@dataclass(frozen=True, kw_only=True)
+class SaveJob:
+    """One save, as whatever takes part in it sees it."""
+
+    comm: Communicator
+    is_main: bool  # whether this rank creates files (rank 0 does, or one rank of every node)
+    later: Later | None = None  # what is left to a thread; None: everything is done at once
+
+    def perform(self, step: Callable[[], None]) -> None:
+        """Do a step now, or leave it to the thread."""
+        if self.later is None:
+            step()
+        else:
+            self.later.steps.append(step)
 
 
 class BackgroundSaves:
@@ -53,20 +61,20 @@ class BackgroundSaves:
         self._error: ZeroCheckpointError | None = None
 
     @contextlib.contextmanager
-    def save(self, comm: Communicator, asynchronous: bool) -> Iterator[Later | None]:
-        """Inside, save; what is left to the value is done by a thread afterwards. None: everything is done at once.
+    def save(self, comm: Communicator, is_main: bool, asynchronous: bool) -> Iterator[SaveJob]:
+        """Inside, save by this job; what it is left is done afterwards, if `asynchronous`, by a thread.
 
         A collective, which waits for the save before this one and raises as `wait` does.
         """
         self.wait()
         if not asynchronous:
-            yield None
+            yield SaveJob(comm=comm, is_main=is_main)
             return
         if self._comm is None:
             self._comm = comm.of_a_thread()
         later = Later(comm=self._comm)
         try:
-            yield later
+            yield SaveJob(comm=comm, is_main=is_main, later=later)
         except BaseException:
             later.abandon()
             raise

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_zero.checkpoint import commit
-from hf_zero.checkpoint.background import Later, perform
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.staging import naming, on_all_ranks
-from hf_zero.comm.communicator import Communicator
 from hf_zero.errors import ZeroCheckpointError, ZeroError
 
 
@@ -25,22 +24,20 @@ class Construction:
 
 
 @contextlib.contextmanager
-def built_aside(
-    final: Path, comm: Communicator, is_main: bool, later: Later | None = None, built: Path | None = None
-) -> Iterator[Construction]:
+def built_aside(final: Path, job: SaveJob, built: Path | None = None) -> Iterator[Construction]:
     """Inside, all ranks write a folder aside, which afterwards is marked as complete and called `final`; a collective.
 
-    `is_main` says that this rank creates files (one rank, or one per node); `built` is where the folder is made, on
-    the same disk. With `later` it gets its name when that is performed. Raises ZeroCheckpointError on all ranks where
-    one fails; what was built is removed then, and what was called `final` before is as it was.
+    `built` is where the folder is made, on the same disk. It gets its name as the last step of the job. Raises
+    ZeroCheckpointError on all ranks where one fails; what was built is removed then, and what was called `final`
+    before is as it was.
     """
-    built = built or commit.aside(final)
-    on_all_ranks(comm, lambda: _begin(built, final, is_main))
+    built, comm, later = built or commit.aside(final), job.comm, job.later
+    on_all_ranks(comm, lambda: _begin(built, final, job.is_main))
     on_all_ranks(comm, lambda: built.mkdir(parents=True, exist_ok=True))
     construction, failure = Construction(folder=built), None
 
     def discard() -> None:
-        if is_main:
+        if job.is_main:
             shutil.rmtree(built, ignore_errors=True)
             with contextlib.suppress(OSError):
                 built.parent.rmdir()
@@ -61,7 +58,7 @@ def built_aside(
         if later is not None:
             comm, later.folder = later.comm, str(final)
             later.leftovers.append(discard)
-        perform(lambda: on_all_ranks(comm, lambda: _finish(construction, final) if is_main else None), later)
+        job.perform(lambda: on_all_ranks(comm, lambda: _finish(construction, final) if job.is_main else None))
     except BaseException:
         discard()
         raise

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import commit
-from hf_zero.checkpoint.held import held
+from hf_zero.checkpoint import commit, held
 from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, is_pretrained, plan_module, plan_pretrained
 from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.checkpoint.staging import add_up, on_all_ranks
@@ -83,9 +82,10 @@ def load_weights(
         found = commit.checksums(home)
         for file in layouts:
             inside = {tensor for tensor, there in files.items() if there == file}
-            for counts in (True, False):
-                parts = _parts(model, plan, comm, names, inside, counts)
-                layouts[file].read(home / file, parts, found if counts else None)
+            for counted in (True, False):
+                which = (model, plan, comm, names, inside, counted)
+                parts, coming = _parts(*which), _parts(*which, closed=True)
+                layouts[file].read(home / file, parts, found if counted else None, coming)
         sums.update(found or {})
 
     on_all_ranks(comm, read)
@@ -119,19 +119,31 @@ def _check(plan: SavePlan, names: set[str], files: dict[str, str], layouts: dict
 
 
 def _parts(
-    model: nn.Module, plan: SavePlan, comm: Communicator, names: set[str], inside: set[str], counts: bool
+    model: nn.Module,
+    plan: SavePlan,
+    comm: Communicator,
+    names: set[str],
+    inside: set[str],
+    counted: bool,
+    *,
+    closed: bool = False,
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor, first element, values to fill) of what this rank keeps of weights in the tensors `inside` a file.
 
-    `counts`: only where its read counts for the checksum, or only where it does not.
+    `counted`: only where its read counts for the checksum, or only where it does not. `closed` ones have shapes only.
     """
 
-    def within(buffer: FlatBuffer) -> tuple[int, int] | None:
-        return (buffer.begin, buffer.end) if buffer.is_first_owner == counts else None
+    def within(buffer: FlatBuffer) -> tuple[int, int]:
+        return buffer.begin, buffer.end
+
+    def chooses(buffer: FlatBuffer, index: int) -> bool:
+        return held.counts(buffer, index) == counted
 
     wanted = names & {run.name for tensor in inside & plan.origins.keys() for run in plan.origins[tensor].runs or ()}
-    for name, start, values, buffer in held(model, within, wanted, write=True):
-        if buffer is not None or counts == (comm.rank == 0):
+    for name, start, values, buffer in held.held(
+        model, within, wanted, chooses=chooses, write=not closed, closed=closed
+    ):
+        if buffer is not None or counted == (comm.rank == 0):
             for _, tensor, at, part in plan.parts_of(name, start, values.view(-1)):
                 if tensor in inside:
                     yield tensor, at, part

@@ -7,7 +7,7 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import saving
-from hf_zero.checkpoint.background import Later, perform
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.plan import SavePlan, is_pretrained, plan_module, plan_pretrained, select
 from hf_zero.checkpoint.staging import find_writers, naming, on_all_ranks
@@ -35,6 +35,8 @@ else:
 
 # Writes everything but sharded weights into a folder: called with the folder and the state dict to save.
 WriteRest = Callable[[str, dict[str, Tensor]], None]
+# The options of `save_pretrained` that decide about the files of weights.
+_PLANNED = ("max_shard_size", "variant", "save_original_format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +51,17 @@ class ZeroPretrainedMixin(_Pretrained):
     """Added to the class of a prepared model that has `save_pretrained`: sharded weights are saved by all ranks."""
 
     def should_save_on_this_rank(self, is_main_process: bool) -> bool:
-        # transformers lets rank 0 alone write; with a folder on each node one rank of every node does.
-        return (
-            is_main_process if "_zero_writes" in self.__dict__ else super().should_save_on_this_rank(is_main_process)
-        )
+        # transformers lets rank 0 alone write; with a folder on each node one rank of every node does. PEFT's models,
+        # and early releases of transformers, do not ask.
+        asked = getattr(super(), "should_save_on_this_rank", None)
+        return is_main_process if asked is None or "_zero_writes" in self.__dict__ else asked(is_main_process)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As the model's own `save_pretrained`. Where weights are sharded, call it on all ranks.
 
         Without `state_dict`, each rank writes what it owns; with one, the calling rank writes that.
         """
-        stock = super().save_pretrained
+        stock = _without_empty_bar(super().save_pretrained)
         ready = self.__dict__.get("_zero_folder")
         if ready is not None:
             shutil.copytree(ready, save_directory, copy_function=shutil.move, dirs_exist_ok=True)
@@ -73,8 +75,13 @@ class ZeroPretrainedMixin(_Pretrained):
             )
         is_main = options.get("is_main_process", True)
         engine = self.__dict__.get("_zero_engine")
-        if options.get("state_dict") is not None or engine is None or _readable(engine):
+        if options.get("state_dict") is not None or engine is None:
             stock(save_directory, *args, **kwargs)
+        elif _readable(engine):
+            # Where nobody asks which rank saves, several may be here for one folder, which is left to the model's own.
+            alone = hasattr(super(), "should_save_on_this_rank") and self.should_save_on_this_rank(is_main)
+            if not alone or not _save_alone(self, engine, stock, options):
+                stock(save_directory, *args, **kwargs)
         elif "state_dict" in options and not is_main:
             return  # `state_dict=accelerator.get_state_dict(model)`: only the main process got one
         else:
@@ -111,7 +118,57 @@ def mixins_for(model: nn.Module) -> tuple[type, ...]:
 def _readable(engine: ZeroEngine) -> bool:
     """Whether each rank can read all weights without the others."""
     sharded = engine.placements.parameter is Placement.SHARDED
-    return not sharded or all(unit.pins for unit in engine.units if unit.sharded)
+    pinned = all(unit.pins for unit in engine.units if unit.sharded)
+    return engine.mesh.tensor is None and (not sharded or pinned)
+
+
+def _without_empty_bar(stock: Callable[..., None]) -> Callable[..., None]:
+    """transformers draws a bar over the files that it writes, even where there are none, as the ranks write all."""
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging
+
+    @functools.wraps(stock)
+    def save(*args: Any, **kwargs: Any) -> None:
+        shown = kwargs.get("state_dict") == {} and logging.is_progress_bar_enabled()
+        if not shown or are_progress_bars_disabled():
+            return stock(*args, **kwargs)
+        logging.disable_progress_bar()
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            logging.enable_progress_bar()
+
+    return save
+
+
+def _save_alone(
+    model: PreTrainedModel, engine: ZeroEngine, stock: Callable[..., None], options: dict[str, Any]
+) -> bool:
+    """Write what this rank has whole as sharded weights are written, without a copy of it in memory; no collective.
+
+    False, and nothing is done, for what only the model's own `save_pretrained` can do: adapters, uploads, weights that
+    a converter computes or that are quantised, another function that saves.
+    """
+    known = {*_PLANNED, "save_directory", "state_dict", "is_main_process", "save_peft_format", "token"}
+    others = {name: value for name, value in options.items() if name not in known and value}
+    if others not in ({}, {"safe_serialization": True}) or options.get("safe_serialization") is False:
+        return False
+    if _adapter_choice(model, None) is not None or getattr(model, "hf_quantizer", None) is not None:
+        return False
+    folder, rest = options["save_directory"], {**options, "is_main_process": True, "state_dict": {}}
+    if os.path.isfile(folder):
+        return False
+    plan = plan_pretrained(model, lambda tensor: tensor.dtype, **_planned(options))
+    if plan.computed:
+        return False
+    write_rest = functools.partial(_as_writer, model, lambda into, _: stock(**{**rest, "save_directory": into}))
+    saving.write_whole(model, plan, folder, lambda: _place_rest(Path(folder), plan, write_rest))
+    return True
+
+
+def _planned(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that files are planned by."""
+    return {name: options[name] for name in _PLANNED if name in options}
 
 
 def _save_sharded(
@@ -121,10 +178,6 @@ def _save_sharded(
     options.pop("state_dict", None)
     if options.get("safe_serialization") is False:
         raise ValueError("safe_serialization=False is not supported: weights are saved as safetensors")
-    plan_options = {
-        name: options[name] for name in ("max_shard_size", "variant", "save_original_format") if name in options
-    }
-
     is_main = options.get("is_main_process", True)
     upload = _begin_upload(model, folder, engine.comm, is_main, stock, options)
 
@@ -134,12 +187,11 @@ def _save_sharded(
     save_folder(
         model,
         folder,
-        engine.comm,
-        is_main,
+        SaveJob(comm=engine.comm, is_main=is_main),
         write_rest,
         compute_dtype=engine.config.zero3_save_16bit_model,
         adapters=options.get("selected_adapters"),
-        **plan_options,
+        **_planned(options),
     )
     upload()
 
@@ -188,48 +240,39 @@ def _begin_upload(
 def save_folder(
     model: nn.Module,
     folder: str | os.PathLike,
-    comm: Communicator,
-    is_main: bool,
+    job: SaveJob,
     write_rest: WriteRest,
     *,
     compute_dtype: bool = True,
     adapters: list[str] | None = None,
-    later: Later | None = None,
     **plan_options: Any,
 ) -> SavedFolder:
-    """Save a prepared model; a collective. With `later` weights are copied, and written by its steps.
+    """Save a prepared model; a collective. For a thread weights are copied, and it writes them.
 
-    `is_main` says that this rank is to create files (one rank, or one per node); `write_rest` writes what belongs to
-    the folder besides sharded weights. Weights have the dtype that the model computes in, or (`compute_dtype=False`)
-    fp32. Of a model with adapters only these are saved.
+    `write_rest` writes what belongs to the folder besides sharded weights. Weights have the dtype that the model
+    computes in, or (`compute_dtype=False`) fp32. Of a model with adapters only these are saved.
     """
-    comm.meet("saving the model", MEETING_SECONDS)
+    job.comm.meet("saving the model", MEETING_SECONDS)
     write_rest = functools.partial(_as_writer, model, write_rest)
     choose = _adapter_choice(model, adapters)
     if choose is not None:
-        _save_adapters(model, Path(folder), comm, is_main, write_rest, choose)
+        _save_adapters(model, Path(folder), job, write_rest, choose)
         return SavedFolder(sums={}, exact=frozenset())
     dtype_of = saving.saved_dtypes(model, compute_dtype)
     if is_pretrained(model):
         plan = plan_pretrained(model, dtype_of, **plan_options)
     else:
         plan = plan_module(model, dtype_of, **plan_options)
-    staged = saving.stage_weights(model, plan, folder, comm, is_main, later)
+    staged = saving.stage_weights(model, plan, folder, job)
     try:
-        on_all_ranks(comm, lambda: _place_rest(Path(folder), plan, write_rest) if staged.staged.creates else None)
+        on_all_ranks(job.comm, lambda: _place_rest(Path(folder), plan, write_rest) if staged.staged.creates else None)
         if staged.staged.creates and not compute_dtype:
             _note_dtype(model, Path(folder), dtype_of)
     except BaseException:
         staged.staged.discard()
         raise
-    saved = SavedFolder(sums={}, exact=saving.exact_parameters(model, plan))
-
-    def finish() -> None:
-        staged.commit()
-        saved.sums.update(plan.by_file(staged.staged.sums))
-
-    perform(finish, later)
-    return saved
+    job.perform(staged.commit)
+    return SavedFolder(sums=staged.sums, exact=saving.exact_parameters(model, plan))
 
 
 def _as_writer(model: nn.Module, write_rest: WriteRest, folder: str, state_dict: dict[str, Tensor]) -> None:
@@ -285,11 +328,9 @@ def _adapter_choice(model: Any, adapters: list[str] | None) -> Callable[[dict[st
     return choose
 
 
-def _save_adapters(
-    model: nn.Module, folder: Path, comm: Communicator, is_main: bool, write_rest: WriteRest, choose: Callable
-) -> None:
+def _save_adapters(model: nn.Module, folder: Path, job: SaveJob, write_rest: WriteRest, choose: Callable) -> None:
     """Adapters are small: they are gathered to the ranks that write."""
-    creates = comm.rank in find_writers(folder, comm, is_main).creators
+    creates = job.comm.rank in find_writers(folder, job).creators
     # peft looks up the names of modules that are saved whole in the modules themselves, on the rank that writes.
     whole = [param for name, param in model.named_parameters() if ".modules_to_save." in name]
     with gathered_parameters(whole):
@@ -305,4 +346,4 @@ def _save_adapters(
                 with naming(folder):
                     write_rest(str(folder), {**everything, **chosen})
 
-        on_all_ranks(comm, write)
+        on_all_ranks(job.comm, write)

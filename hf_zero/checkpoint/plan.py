@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.provenance import Origin, Run, Tracer
 from hf_zero.checkpoint.safetensors_file import Part, SlicedFile, library_order
+from hf_zero.core.wrappers import is_wrapper
 from hf_zero.errors import ZeroCheckpointError, first_few
 
 
@@ -93,6 +94,7 @@ def plan_pretrained(
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import _add_variant, remove_tied_weights_from_state_dict
 
+    _check_plain(model)
     tracer, tensors, aliases = _stand_ins(model, dtype_of)
     for name in model._keys_to_ignore_on_save or ():
         tensors.pop(name, None)
@@ -116,6 +118,7 @@ def plan_module(model: nn.Module, dtype_of: DtypeOf, *, max_shard_size: int | st
     from accelerate.utils import clean_state_dict_for_safetensors
     from huggingface_hub import split_torch_state_dict_into_shards
 
+    _check_plain(model)
     tracer, tensors, aliases = _stand_ins(model, dtype_of)
     with tracer:
         tensors = clean_state_dict_for_safetensors(tensors)
@@ -146,6 +149,15 @@ def _stand_ins(model: nn.Module, dtype_of: DtypeOf) -> tuple[Tracer, dict[str, T
         first = aliases[name] = firsts.setdefault(id(tensor), name)
         tensors[name] = tensors[first] if first != name else tracer.source(name, dtype_of(tensor), tuple(tensor.shape))
     return tracer, tensors, aliases
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, tensor in logical_state(model).items():
+        if is_wrapper(tensor):
+            raise ZeroCheckpointError(
+                f"'{name}' is a {type(tensor).__name__}, whose library alone knows its files: save adapters only, or "
+                "save a copy of the whole model (`copy.deepcopy(model)` on all ranks, then its save_pretrained on one)"
+            )
 
 
 def _check_nothing_lost(model: PreTrainedModel, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:

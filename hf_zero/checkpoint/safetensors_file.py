@@ -9,9 +9,9 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_zero.checkpoint.checksum import Checksums, memory_of
@@ -45,6 +45,8 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _RANKING = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 # Values are written and read in shards of this size, a few of which are what that holds besides the tensors.
 BUFFER_BYTES = 8 * 2**20
+# So much of a file is on its way from the disk while values that have come are worked on.
+_AHEAD_BYTES = 4 * BUFFER_BYTES
 # The library reads no longer header.
 _LONGEST_HEADER = 100_000_000
 
@@ -90,30 +92,34 @@ class SlicedFile:
     @classmethod
     def open(cls, path: str | os.PathLike) -> SlicedFile:
         """Read the layout of a file. Raises ZeroCheckpointError where it is no complete safetensors file."""
-        path = Path(path)
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with open(path, "rb") as file, safe_open(path, "np") as content:  # the library checks the header
                 start = file.read(8)
-                length = int.from_bytes(start, "little")
-                if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
-                    raise ValueError("it does not begin with the length of a header")
-                header = file.read(length)
-            tensors, metadata = _parse(header.decode())
+                header = start + file.read(int.from_bytes(start, "little"))
+                metadata = content.metadata() or {}
+                found = {name: content.get_slice(name) for name in content.offset_keys()}
+                described = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in found.items()}
         except OSError as error:
             raise ZeroCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ZeroCheckpointError(f"{path} is not a safetensors file: {error}") from error
-        opened = cls(tensors, metadata)
-        opened.nbytes += 8 + length - len(opened.header)
-        opened.header = start + header
-        if size != opened.nbytes:
-            raise ZeroCheckpointError(f"{path} has {size} bytes, its header asks for {opened.nbytes}")
+        except SafetensorError as error:
+            raise ZeroCheckpointError(f"{path} is not a safetensors file, or not complete: {error}") from error
+        for name, (dtype, _) in described.items():
+            if dtype not in _DTYPES:
+                raise ZeroCheckpointError(
+                    f"{path}: tensor '{name}' has the dtype {dtype}; hf_zero reads {', '.join(_DTYPES)}"
+                )
+        opened = cls({name: (_DTYPES[dtype], shape) for name, (dtype, shape) in described.items()}, metadata)
+        opened.nbytes += len(header) - len(opened.header)
+        opened.header = header
         return opened
 
     def position(self, name: str, start: int) -> int:
         """Where element `start` of a tensor lies in the file."""
         return len(self.header) + self._begin[name] + start * self.tensors[name][0].itemsize
+
+    def _range(self, name: str, start: int, numel: int) -> tuple[int, int]:
+        """(position, bytes) of elements of a tensor."""
+        return self.position(name, start), numel * self.tensors[name][0].itemsize
 
     def create(self, path: Path) -> None:
         """Make the file with its header and its final size; the tensors are still zero.
@@ -131,17 +137,24 @@ class SlicedFile:
             allocate_blocks(file.fileno(), 0, self.nbytes)  # a full disk is noticed before the first tensor
 
     def read(
-        self, path: str | os.PathLike, parts: Iterable[tuple[str, int, Tensor]], sums: Checksums | None = None
+        self,
+        path: str | os.PathLike,
+        parts: Iterable[tuple[str, int, Tensor]],
+        sums: Checksums | None = None,
+        coming: Iterable[tuple[str, int, Tensor]] = (),
     ) -> None:
         """Fill each part's contiguous tensor with the values of `name` from element `start` on (no collective).
 
-        With `sums`, what is read is added to them. Raises ZeroCheckpointError where the file ends early.
+        With `sums`, what is read is added to them. `coming` are the same parts, of which only shapes matter: what
+        comes next is fetched from the disk meanwhile. Raises ZeroCheckpointError where the file ends early.
         """
         buffer = Buffer()
         with _opened(path) as descriptor:
+            ahead = _ReadAhead(descriptor, (self._range(name, start, part.numel()) for name, start, part in coming))
             for name, start, target in parts:
                 dtype, flat = self.tensors[name][0], target.detach().view(-1)
                 for at, shard in shards(flat, dtype):
+                    ahead.begin(shard.numel() * dtype.itemsize)
                     as_stored = shard.dtype == dtype and shard.device.type == "cpu"
                     values = shard if as_stored else buffer.room(dtype, shard.numel())
                     _read_values(descriptor, values, self.position(name, start + at))
@@ -154,13 +167,38 @@ class SlicedFile:
         """Add the whole tensors of these names to `sums`. Raises as `read` does."""
         buffer = Buffer()
         with _opened(path) as descriptor:
+            ahead = _ReadAhead(descriptor, (self._range(name, 0, math.prod(self.tensors[name][1])) for name in names))
             for name in names:
                 dtype, shape = self.tensors[name]
                 step = BUFFER_BYTES // dtype.itemsize
                 for at in range(0, math.prod(shape), step):
                     values = buffer.room(dtype, min(step, math.prod(shape) - at))
+                    ahead.begin(values.nbytes)
                     _read_values(descriptor, values, self.position(name, at))
                     sums.add(name, at, values)
+
+
+class _ReadAhead:
+    """Has the system fetch from the disk what is read next, while what has come is verified and put in place.
+
+    Args:
+        ranges: (position, bytes) of what will be read, in order.
+    """
+
+    def __init__(self, descriptor: int, ranges: Iterable[tuple[int, int]]) -> None:
+        self._descriptor, self._ranges = descriptor, iter(ranges)
+        self._ahead = 0  # bytes that were asked for and not read yet
+
+    def begin(self, nbytes: int) -> None:
+        """So many bytes are read now."""
+        while self._ahead < nbytes + _AHEAD_BYTES and hasattr(os, "posix_fadvise"):
+            position, size = next(self._ranges, (0, 0))
+            if not size:
+                break
+            with contextlib.suppress(OSError):  # advice, which not every file system takes
+                os.posix_fadvise(self._descriptor, position, size, os.POSIX_FADV_WILLNEED)
+            self._ahead += size
+        self._ahead -= nbytes
 
 
 class Buffer:
@@ -181,40 +219,6 @@ def shards(flat: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     step = BUFFER_BYTES // dtype.itemsize
     for at in range(0, flat.numel(), step):
         yield at, flat[at : at + step]
-
-
-def _parse(header: str) -> tuple[Shapes, dict[str, str]]:
-    """The tensors of a header, as they lie in the file, and its metadata. Raises ValueError where it is not valid."""
-    entries = json.loads(header)
-    if not isinstance(entries, dict):
-        raise ValueError("its header is no JSON object")
-    metadata = entries.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are no strings")
-    for name, entry in entries.items():
-        _check_entry(name, entry)
-    tensors, end = {}, 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        if entry["data_offsets"] != [begin, end]:
-            raise ValueError(f"tensor '{name}' should be the bytes {begin} to {end}, not {entry['data_offsets']}")
-        tensors[name] = dtype, shape
-    return tensors, metadata
-
-
-def _check_entry(name: str, entry: object) -> None:
-    if not isinstance(entry, dict):
-        raise ValueError(f"tensor '{name}' is not described")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor '{name}' needs a dtype, a shape and two offsets, in whole numbers from 0 on")
-    if dtype not in _DTYPES:
-        raise ValueError(f"tensor '{name}' has the dtype {dtype}; hf_zero reads {', '.join(_DTYPES)}")
-
-
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 @contextlib.contextmanager

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.background import Later
-from hf_zero.checkpoint.held import held, logical_state, own_slice
+from hf_zero.checkpoint.background import SaveJob
+from hf_zero.checkpoint.held import held, is_first, logical_state, own_slice
 from hf_zero.checkpoint.plan import SavePlan, is_pretrained
 from hf_zero.checkpoint.safetensors_file import Part
 from hf_zero.checkpoint.staging import Staged, broadcast_parts, family, on_all_ranks, stage
+from hf_zero.comm import dtensors
 from hf_zero.comm.communicator import Communicator
+from hf_zero.comm.transport.alone import Alone
 from hf_zero.core import guard
-from hf_zero.core.unit import Unit, gathered_parameters, unit_of, units_of
+from hf_zero.core.unit import Unit, gathered_parameters, one_pass, unit_of, units_of
+
+
+logger = logging.getLogger(__name__)
 
 
 def saved_dtypes(model: nn.Module, compute_dtype: bool) -> Callable[[Tensor], torch.dtype]:
@@ -46,6 +52,14 @@ def exact_parameters(model: nn.Module, plan: SavePlan) -> frozenset[int]:
     return frozenset(exact)
 
 
+def packed_parameters(model: nn.Module, plan: SavePlan) -> list[str]:
+    """The names, of those that `plan` saves, of parameters that rest quantised."""
+    units = units_of(model.parameters())
+    packed = {id(p) for unit in units for buffer in unit.buffers if buffer.codec is not None for p in buffer.params}
+    saved = {name for origin in plan.origins.values() for name in origin.names}
+    return [name for name, tensor in logical_state(model).items() if id(tensor) in packed and name in saved]
+
+
 @dataclass(kw_only=True)
 class StagedWeights:
     """Weight files under temporary names; `commit` completes them and puts them in place of what was there.
@@ -56,11 +70,13 @@ class StagedWeights:
 
     plan: SavePlan
     staged: Staged
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # of the tensors of every file, once it is committed
 
     def commit(self) -> None:
         """A collective."""
         self.staged.complete()
         on_all_ranks(self.staged.comm, self._put_in_place)
+        self.sums.update(self.plan.by_file(self.staged.sums))
 
     def _put_in_place(self) -> None:
         """Rename the files and write the index; remove what a reader would take for part of the model."""
@@ -80,30 +96,56 @@ class StagedWeights:
             path.unlink(missing_ok=True)
 
 
-def stage_weights(
-    model: nn.Module,
-    plan: SavePlan,
-    folder: str | os.PathLike,
-    comm: Communicator,
-    is_main: bool,
-    later: Later | None = None,
-) -> StagedWeights:
+def stage_weights(model: nn.Module, plan: SavePlan, folder: str | os.PathLike, job: SaveJob) -> StagedWeights:
     """Write the files of `plan` under temporary names; a collective, with no communication of weights.
 
-    With `later` the weights are copied now, and written when a thread commits.
+    For a thread the weights are copied now, and written when it commits.
 
     Raises ZeroCheckpointError on all ranks, before the first byte, where ranks have different models or the disk is
     too small, and where a rank cannot write.
     """
-    for unit in units_of(model.parameters()):
-        unit.adopt_writes()
+    comm = job.comm
+    units = units_of(model.parameters())
+    with one_pass(units):
+        for unit in units:
+            unit.adopt_writes()
+    packed = packed_parameters(model, plan)
+    if packed and comm.rank == 0:
+        logger.warning(
+            "hf_zero: %d frozen parameters ('%s' first) rest in 8 bits (zero_quantized_nontrainable_weights), so %s "
+            "will hold them as the model uses them, not as they were loaded",
+            len(packed),
+            packed[0],
+            folder,
+        )
 
     def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
         for name, start, values in _owned(model, comm, closed=closed, in_memory=in_memory):
             yield from plan.parts_of(name, start, values)
 
-    staged = stage(Path(folder), plan.files, parts, comm, is_main, later, lambda: _computed_parts(model, plan, comm))
+    staged = stage(Path(folder), plan.files, parts, job, lambda: _computed_parts(model, plan, comm))
     return StagedWeights(plan=plan, staged=staged)
+
+
+def write_whole(model: nn.Module, plan: SavePlan, folder: str | os.PathLike, beside: Callable[[], None]) -> None:
+    """Write the files of `plan`, with nothing computed in them, from weights that this rank has whole; no collective.
+
+    `beside` writes what belongs to the folder besides them. Raises as `stage_weights` does.
+    """
+    whole = {name: tensor for name, tensor in logical_state(model).items() if plan.aliases[name] == name}
+
+    def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
+        for name, tensor in whole.items():
+            yield from plan.parts_of(name, 0, tensor.detach().reshape(-1))
+
+    job = SaveJob(comm=Communicator(Alone()), is_main=True)
+    weights = StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, job))
+    try:
+        beside()
+    except BaseException:
+        weights.staged.discard()
+        raise
+    weights.commit()
 
 
 def _owned(
@@ -115,7 +157,8 @@ def _owned(
     in_memory: bool | None,
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(name, first element, values) of what this rank writes; module buffers, the same everywhere, are rank 0's."""
-    for name, start, values, buffer in held(model, own_slice, names, closed=closed, in_memory=in_memory):
+    mine = held(model, own_slice, names, chooses=is_first, closed=closed, in_memory=in_memory)
+    for name, start, values, buffer in mine:
         if buffer is not None or comm.rank == 0:
             yield name, start, values.reshape(-1)
 
@@ -183,5 +226,8 @@ def consolidated_state_dict(
             values[id(tensor)] = tensor.detach().cpu()
     for params in units.values():
         with gathered_parameters(params):
-            values |= {id(param): param.detach().to("cpu", copy=True) for param in params if keep}
+            for param in params:
+                found = dtensors.whole(param.detach())
+                if keep:
+                    values[id(param)] = found.to("cpu", copy=True)
     return {name: values[id(tensor)] for name, tensor in logical.items()} if keep else None

@@ -17,6 +17,10 @@ from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, Buffer, SlicedFile
 from hf_zero.core.direct_file import PAGE, write_all
 
 
+# Bytes of pages that others fill, too, which are kept until they are written together.
+_ENDS_BYTES = 8 << 20
+
+
 class SliceWriter:
     """Puts parts of tensors into created files, and adds up their checksums.
 
@@ -74,6 +78,7 @@ class _Output:
         self._cached = os.open(path, os.O_WRONLY)
         self._direct: int | None = None
         self._ends: list[tuple[int, bytes]] = []
+        self._ends_nbytes = 0
         with contextlib.suppress(OSError, AttributeError):  # not every file system, not every system
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
 
@@ -84,16 +89,28 @@ class _Output:
         if self._direct is None:
             self._thread.write(self._path, self._cached, data, position)
         elif low >= high:
-            self._ends.append((position, bytes(data)))
+            self._keep(position, data)
         else:
             self._thread.write(self._path, self._direct, data[low:high], position + low)
-            self._ends += [(position, bytes(data[:low])), (position + high, bytes(data[high:]))]
+            self._keep(position, data[:low])
+            self._keep(position + high, data[high:])
+
+    def _keep(self, position: int, data: memoryview) -> None:
+        self._ends.append((position, bytes(data)))
+        self._ends_nbytes += len(data)
+        if self._ends_nbytes > _ENDS_BYTES:  # short rows of a tensor that ranks share out by its columns
+            self._write_ends()
+
+    def _write_ends(self) -> None:
+        for position, data in self._ends:
+            write_all(self._cached, memoryview(data), position)
+        self._ends.clear()
+        self._ends_nbytes = 0
 
     def close(self, flush: bool) -> None:
         try:
             if flush:
-                for position, data in self._ends:
-                    write_all(self._cached, memoryview(data), position)
+                self._write_ends()
                 os.fsync(self._cached)
         finally:
             os.close(self._cached)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.checksum import combine
 from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, Part, SlicedFile
 from hf_zero.checkpoint.slice_writer import SliceWriter
@@ -88,12 +88,12 @@ class Writers:
     shared: bool
 
 
-def find_writers(folder: Path, comm: Communicator, is_main: bool) -> Writers:
+def find_writers(folder: Path, job: SaveJob) -> Writers:
     """Try out who sees whose files in `folder`; a collective.
 
-    `is_main` says that this rank is to create files (rank 0, or one rank of every node). Raises ZeroCheckpointError
-    on all ranks where one cannot create a file.
+    Raises ZeroCheckpointError on all ranks where one cannot create a file.
     """
+    comm, is_main = job.comm, job.is_main
     token = uuid.uuid4().hex if comm.rank == 0 else None
     token = comm.all_gather_object(token)[0]
     mine = folder / f".probe-{token}-{comm.rank}"
@@ -155,7 +155,7 @@ class Staged:
 
     def keep(self, parts: Iterable[Part]) -> None:
         """Copy the parts to host memory, in the dtype of their file; `complete` writes them."""
-        self.kept = []
+        self.kept = self.kept or []
         for file, name, start, values in parts:
             dtype = self.files[file].tensors[name][0]
             self.kept.append((file, name, start, values.detach().to(device="cpu", dtype=dtype, copy=True)))
@@ -172,14 +172,15 @@ class Staged:
         """Write this rank's parts into the files; a collective."""
         writer = self._writer()
         if self.writers.shared:
-            on_all_ranks(self.comm, lambda: _fill(writer, itertools.chain(parts(), computed())))
+            # One after the other: all ranks take part in making the second.
+            on_all_ranks(self.comm, lambda: _fill(writer, parts()))
+            on_all_ranks(self.comm, lambda: _fill(writer, computed()))
         else:
             made = list(computed())
             for given in (parts, lambda **_: made):
-                for part in broadcast_parts(given, lambda file, name: self.files[file].tensors[name][0], self.comm):
-                    if self.creates:
-                        writer.put(*part)
-            on_all_ranks(self.comm, writer.close)
+                everybody = broadcast_parts(given, lambda file, name: self.files[file].tensors[name][0], self.comm)
+                taken = (part for part in everybody if self.creates)
+                on_all_ranks(self.comm, functools.partial(_fill, writer, taken))
         sums = dict(writer.sums)
         if self.early is not None:
             writer.nbytes += self.early.nbytes
@@ -188,7 +189,7 @@ class Staged:
         per_rank = self.comm.all_gather_object(writer.nbytes)
         _check_complete(self.files, per_rank, self.writers)
         counts = self.writers.shared or self.comm.rank == self.writers.creators[0]
-        self.sums = add_up(self.comm, sums if counts else {})
+        self.sums.update(add_up(self.comm, sums if counts else {}))
 
     def complete(self) -> None:
         """Write what was kept; a collective."""
@@ -239,9 +240,7 @@ def stage(
     folder: Path,
     files: Mapping[str, SlicedFile],
     parts: Parts,
-    comm: Communicator,
-    is_main: bool,
-    later: Later | None = None,
+    job: SaveJob,
     computed: Computed = tuple,
 ) -> Staged:
     """Write `files` under temporary names; each rank gives the parts that it owns. A collective.
@@ -249,17 +248,19 @@ def stage(
     `computed` gives further parts, in the making of which all ranks take part by iterating.
 
     All ranks write into the same files where they share a file system, and nothing is sent. Where they do not, the
-    parts travel to the ranks that create files, one buffer at a time. With `later` parts that rest in memory are only
-    copied, and `commit`, which a thread is to call, writes them; others, and those that travel, are written at once.
+    parts travel to the ranks that create files, one buffer at a time. For a thread, parts that rest in memory are only
+    copied, and `commit`, which it is to call, writes them; others, and those that travel, are written at once.
     Raises ZeroCheckpointError on all ranks, before the first byte, where their files are not the same.
     """
+    comm, later = job.comm, job.later
     _check_same_files(files, comm)
-    staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, comm, is_main))
+    staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, job))
     try:
         on_all_ranks(comm, staged.create)
         if later is not None and staged.writers.shared:
             on_all_ranks(comm, lambda: staged.write_early(parts(in_memory=False)))
-            on_all_ranks(comm, lambda: staged.keep(itertools.chain(parts(in_memory=True), computed())))
+            on_all_ranks(comm, lambda: staged.keep(parts(in_memory=True)))
+            on_all_ranks(comm, lambda: staged.keep(computed()))
         else:
             staged.write(parts, computed)
     except BaseException:
@@ -302,12 +303,21 @@ def _check_complete(files: Mapping[str, SlicedFile], per_rank: list[int], writer
 
 
 def broadcast_parts(parts: Parts, dtype_of: Callable[[str, str], torch.dtype], comm: Communicator) -> Iterator[Part]:
-    """Yield the parts of all ranks on every rank, one buffer at a time; a collective."""
+    """Yield the parts of all ranks on every rank, one buffer at a time; a collective.
+
+    Raises ZeroCheckpointError on all ranks, at the end, where one cannot read its own.
+    """
     described = [(file, name, start, values.numel()) for file, name, start, values in parts(closed=True)]
     mine, device = iter(parts()), comm.device
+    error: Exception | None = None
     for rank, theirs in enumerate(comm.all_gather_object(described)):
         for file, name, start, numel in theirs:
-            own = next(mine)[3].detach().reshape(-1) if rank == comm.rank else None
+            own = None
+            if rank == comm.rank and error is None:
+                try:
+                    own = next(mine)[3].detach().reshape(-1)
+                except Exception as caught:  # whatever it is, the others wait for the rest
+                    error = caught
             dtype = dtype_of(file, name)
             step = max(1, BUFFER_BYTES // dtype.itemsize)
             for at in range(0, numel, step):
@@ -317,3 +327,9 @@ def broadcast_parts(parts: Parts, dtype_of: Callable[[str, str], torch.dtype], c
                 else:
                     buffer = torch.empty(count, dtype=dtype, device=device)
                 yield file, name, start + at, comm.broadcast(buffer, rank)
+
+    def judge() -> None:
+        if error is not None:
+            raise error
+
+    on_all_ranks(comm, judge)

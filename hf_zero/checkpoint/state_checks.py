@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.safetensors_file import SlicedFile
-from hf_zero.core.elementwise import state_kinds
+from hf_zero.core.elementwise import state_kinds, state_names
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.errors import ZeroCheckpointError, first_few
 
@@ -59,11 +59,14 @@ def check_parameters(file: SlicedFile, buffers: Iterable[FlatBuffer], path: Path
     for buffer in buffers:
         names.update(buffer.names)
         if buffer.trainable:
-            shapes.update(zip(buffer.names, buffer.layout.shapes, strict=True))
+            shapes.update({name: buffer.parts[index].shape for index, name in enumerate(buffer.names)})
     problems = {name: f"'{name}' is missing" for name in shapes.keys() - known}
     problems |= {name: f"the model has no parameter '{name}' of its own" for name in known - names}
+    whole = json.loads(file.metadata.get("whole", "{}"))  # of which states may have any shape
     for tensor, (_, shape) in file.tensors.items():
-        name = tensor.rpartition(".")[0]
+        name, _, kind = tensor.rpartition(".")
+        if kind != MASTER and name in whole:
+            continue
         if shapes.get(name, shape) != shape:
             problems.setdefault(name, f"'{name}' has shape {shape}, the model's is {shapes[name]}")
     if problems:
@@ -116,7 +119,25 @@ def check_kinds(found: set[str], optimizer: torch.optim.Optimizer, options: Mapp
     """Raise where a group with these options has other states per element than `optimizer` keeps, if it has any."""
     wanted = state_kinds(optimizer, options) if found else found
     if found != wanted:
-        raise ZeroCheckpointError(
-            f"{path} holds the states {sorted(found)}, and {type(optimizer).__name__} keeps {sorted(wanted)}: build "
-            "the optimizer that was saved"
-        )
+        raise _other_states(found, wanted, optimizer, path)
+
+
+def check_whole(
+    found: set[str], dims: int, optimizer: torch.optim.Optimizer, options: Mapping[str, object], path: Path
+) -> None:
+    """Raise where a tensor of so many dimensions, stepped whole, lacks states that `optimizer` keeps.
+
+    It may have more: some states are for large tensors only.
+    """
+    wanted = state_names(optimizer, options, dims) if found else found
+    if not wanted <= found:
+        raise _other_states(found, wanted, optimizer, path)
+
+
+def _other_states(
+    found: set[str], wanted: set[str], optimizer: torch.optim.Optimizer, path: Path
+) -> ZeroCheckpointError:
+    return ZeroCheckpointError(
+        f"{path} holds the states {sorted(found)}, and {type(optimizer).__name__} keeps {sorted(wanted)}: build "
+        "the optimizer that was saved"
+    )

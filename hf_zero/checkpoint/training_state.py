@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import commit
-from hf_zero.checkpoint.background import Later, perform
+from hf_zero.checkpoint import commit, whole_states
+from hf_zero.checkpoint.background import SaveJob
+from hf_zero.checkpoint.held import counts
 from hf_zero.checkpoint.safetensors_file import Part, SlicedFile
 from hf_zero.checkpoint.staging import add_up, on_all_ranks, stage
 from hf_zero.checkpoint.state_checks import (
@@ -26,9 +28,9 @@ from hf_zero.checkpoint.state_checks import (
     options_for,
 )
 from hf_zero.comm.communicator import Communicator
+from hf_zero.core.binding import Binding
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.master import MasterShard
-from hf_zero.core.optimizer import Binding
 
 
 STATE_NAME = "zero_state.safetensors"
@@ -38,57 +40,49 @@ def save_state(
     folder: str | Path,
     buffers: Iterable[FlatBuffer],
     bindings: Iterable[Binding],
-    comm: Communicator,
+    job: SaveJob,
     name: str = STATE_NAME,
-    is_main: bool | None = None,
     stored: Container[int] = (),
     extra: Mapping[str, object] | None = None,
-    later: Later | None = None,
 ) -> dict[str, int]:
     """Write masters and optimizer state of all trained parameters to one file in `folder`; a collective.
 
     Tensors are called `<parameter>.master`, `<parameter>.exp_avg` and so on; group options and scalar states (step
-    counts) are JSON in the header. `is_main` says that this rank creates the file (default: rank 0 does); `stored` has
-    the `id` of parameters whose masters are stored elsewhere; `extra` is kept with the file. Returns the checksums of
-    the tensors. Raises ZeroCheckpointError on all ranks when one of them cannot write. With `later` the values are
-    copied only, and the checksums are there when its steps are done.
+    counts) are JSON in the header. `stored` has the `id` of parameters whose masters are stored elsewhere; `extra` is
+    kept with the file. No step may be owed. Returns the checksums of the tensors, which are there when the job is
+    done: for a thread, the values are only copied. Raises ZeroCheckpointError on all ranks when one of them cannot
+    write.
     """
+    comm = job.comm
     buffers, bindings = list(buffers), list(bindings)
     members, optimizers = members_of(buffers, bindings), [binding.optimizer for binding in bindings]
     buffers = [buffer for buffer in buffers if buffer.trainable]
-    for buffer in buffers:
-        buffer.resting.settle()
     # A rank may own nothing of a group; what its state holds is the same on all ranks that do.
-    kinds = _agreed_kinds(buffers, optimizers, comm)
+    kinds, whole = _agreed_kinds(buffers, optimizers, comm)
     tensors = {}
     for buffer in buffers:
-        for parameter, param, shape in zip(buffer.names, buffer.params, buffer.layout.shapes, strict=True):
-            for kind, dtype in kinds[parameter].items():
+        for parameter, param in zip(buffer.names, buffer.params, strict=True):
+            for kind, found in kinds[parameter].items():
                 if kind != MASTER or id(param) not in stored:
-                    tensors[f"{parameter}.{kind}"] = (dtype, shape)
+                    tensors[f"{parameter}.{kind}"] = found
     metadata = header(
-        _agreed_options(optimizers, comm),
+        _agreed_options(optimizers, buffers, comm),
         {**(extra or {}), "members": members},
         [parameter for buffer in buffers for parameter in buffer.names],
         [type(optimizer).__name__ for optimizer in optimizers],
+        whole,
     )
     file = SlicedFile(tensors, metadata)
 
     def parts(*, closed: bool = False, in_memory: bool | None = None) -> Iterator[Part]:
         access: Literal["read"] | None = None if closed else "read"
-        for tensor, start, values in _parts(buffers, optimizers, comm, access, in_memory):
+        for tensor, start, values in _parts(buffers, optimizers, counts, access, in_memory):
             if tensor in tensors:
                 yield name, tensor, start, values
 
-    staged = stage(Path(folder), {name: file}, parts, comm, comm.rank == 0 if is_main is None else is_main, later)
-    sums: dict[str, int] = {}
-
-    def finish() -> None:
-        staged.commit()
-        sums.update(staged.sums)
-
-    perform(finish, later)
-    return sums
+    staged = stage(Path(folder), {name: file}, parts, job)
+    job.perform(staged.commit)
+    return staged.sums
 
 
 def header(
@@ -96,10 +90,12 @@ def header(
     extra: Mapping[str, object],
     parameters: Iterable[str],
     classes: Iterable[str | None] | None = None,
+    whole: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """The metadata of the file: options and scalar states per optimizer and group, and the trained parameters.
 
-    `classes` are the names of the optimizers' classes, where they are known.
+    `classes` are the names of the optimizers' classes, where they are known; `whole` says for parameters that were
+    stepped whole what the optimizer keeps (see `whole_states.describe`).
     """
     return {
         "format": FORMAT,
@@ -108,6 +104,7 @@ def header(
         "classes": json.dumps(list(classes or [None] * len(optimizers))),
         "extra": json.dumps(dict(extra)),
         "parameters": json.dumps(list(parameters)),
+        "whole": json.dumps(dict(whole or {})),
     }
 
 
@@ -138,8 +135,6 @@ def load_state(
     extra: dict[str, object] = {}
 
     def read() -> None:
-        for buffer in trained:
-            buffer.resting.settle()
         file = open_state(path)
         extra.update(json.loads(file.metadata["extra"]))
         saved = json.loads(file.metadata["optimizers"])
@@ -151,12 +146,12 @@ def load_state(
         for buffer in trained:
             for optimizer in optimizers:
                 _make_states(kinds, buffer, optimizer)
-        counted = [buffer for buffer in trained if buffer.is_first_owner]
-        uncounted = [buffer for buffer in trained if not buffer.is_first_owner]
+                _make_whole_states(file, buffer, optimizer)
         found = commit.checksums(Path(folder))
-        file.read(path, _in_file(file, counted, optimizers), found)
+        for chooses, adds_to in ((counts, found), (lambda *which: not counts(*which), None)):
+            parts = _in_file(file, trained, optimizers, chooses, "write")
+            file.read(path, parts, adds_to, _in_file(file, trained, optimizers, chooses, None))
         sums.update(found or {})
-        file.read(path, _in_file(file, uncounted, optimizers))
 
     on_all_ranks(comm, read)
     commit.compare_sums(Path(folder), name, add_up(comm, sums))
@@ -164,9 +159,13 @@ def load_state(
 
 
 def _in_file(
-    file: SlicedFile, buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer]
+    file: SlicedFile,
+    buffers: list[FlatBuffer],
+    optimizers: list[torch.optim.Optimizer],
+    chooses: Callable[[FlatBuffer, int], bool],
+    access: Literal["write"] | None,
 ) -> Iterator[tuple[str, int, Tensor]]:
-    for name, start, values in _parts(buffers, optimizers, None, "write"):
+    for name, start, values in _parts(buffers, optimizers, chooses, access):
         if name in file.tensors:
             yield name, start, values
 
@@ -179,49 +178,84 @@ def _states(shard: MasterShard, optimizers: list[torch.optim.Optimizer]) -> dict
     return flats
 
 
+def _whole_states(
+    matrix: MasterShard, name: str, optimizers: list[torch.optim.Optimizer]
+) -> tuple[Any, dict[str, Tensor]]:
+    """What is kept for a whole matrix: described, and the tensors by kind."""
+    kept = {kind: value for each in optimizers for kind, value in each.state.get(matrix.weight, {}).items()}
+    described, tensors = whole_states.describe(kept, name)
+    return described, {MASTER: matrix.values, **tensors}
+
+
 def _agreed_kinds(
     buffers: list[FlatBuffer], optimizers: list[torch.optim.Optimizer], comm: Communicator
-) -> dict[str, dict[str, torch.dtype]]:
-    """For every parameter the kinds of tensors it has, and their dtypes; the same on every rank."""
-    mine: dict[str, dict[str, torch.dtype]] = {}
+) -> tuple[dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]], dict[str, Any]]:
+    """For every parameter the kinds of tensors it has, with dtypes and shapes, and a description of what is kept for
+    those that are stepped whole; the same on every rank.
+    """
+    mine: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    whole: dict[str, Any] = {}
     for buffer in buffers:
-        for shard in buffer.master_shards:
+        for shard in buffer.resting.flats:
             flats = {kind: flat.dtype for kind, flat in _states(shard, optimizers).items()}
             for span in shard.spans():
-                mine[buffer.names[span.index]] = flats
+                shape = buffer.parts[span.index].shape
+                mine[buffer.names[span.index]] = {kind: (dtype, shape) for kind, dtype in flats.items()}
+        for name, matrix in _matrices(buffer):
+            whole[name], tensors = _whole_states(matrix, name, optimizers)
+            mine[name] = {kind: (tensor.dtype, tuple(tensor.shape)) for kind, tensor in tensors.items()}
     # Nobody owns a part of what has no elements.
-    merged: dict[str, dict[str, torch.dtype]] = {name: {} for buffer in buffers for name in buffer.names}
-    for kinds in comm.all_gather_object(mine):
+    merged: dict[str, dict] = {name: {} for buffer in buffers for name in buffer.names}
+    described: dict[str, Any] = {}
+    for kinds, theirs in comm.all_gather_object((mine, whole)):
         merged.update(kinds)
-    return merged
+        described.update(theirs)
+    return merged, described
+
+
+def _matrices(buffer: FlatBuffer) -> list[tuple[str, MasterShard]]:
+    """The whole matrices that this rank owns, with the names of the parameters."""
+    owned = {} if buffer.owned is None else buffer.owned.matrices
+    return [(buffer.names[index], matrix) for index, matrix in owned.items()]
 
 
 def _parts(
     buffers: list[FlatBuffer],
     optimizers: list[torch.optim.Optimizer],
-    comm: Communicator | None,
+    chooses: Callable[[FlatBuffer, int], bool],
     access: Literal["read", "write"] | None,
     in_memory: bool | None = None,
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(tensor name, first element, values) of everything this rank owns; with `comm`, once over all ranks.
+    """(tensor name, first element, values) of everything this rank owns of the parameters that `chooses` says.
 
     Values are valid until the next are asked for; without `access` they have shapes only. `in_memory` as in
     `staging.Parts`.
     """
     for buffer in buffers:
-        if comm is not None and not buffer.is_first_owner:
-            continue  # the first of those that keep the same writes
-        for shard in (shard for shard in buffer.master_shards if in_memory in (None, shard.keeps_memory)):
+        chosen = {index for index in range(len(buffer.params)) if chooses(buffer, index)}
+        if not chosen:
+            continue
+        for shard in (shard for shard in buffer.resting.flats if in_memory in (None, shard.keeps_memory)):
             with contextlib.nullcontext() if access is None else shard.open(write=access == "write"):
                 for kind, flat in _states(shard, optimizers).items():
                     for span in shard.spans():
                         values = flat[span.offset : span.offset + span.numel]
-                        yield f"{buffer.names[span.index]}.{kind}", span.start, values
+                        placed = buffer.parts.placed(span.index, span.start, values) if span.index in chosen else ()
+                        for at, part in placed:
+                            yield f"{buffer.names[span.index]}.{kind}", at, part
+        for name, matrix in _matrices(buffer):
+            if in_memory in (None, matrix.keeps_memory):
+                with contextlib.nullcontext() if access is None else matrix.open(write=access == "write"):
+                    for kind, tensor in _whole_states(matrix, name, optimizers)[1].items():
+                        yield f"{name}.{kind}", 0, tensor.reshape(-1)
 
 
-def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator) -> list[list[dict]]:
+def _agreed_options(
+    optimizers: list[torch.optim.Optimizer], buffers: list[FlatBuffer], comm: Communicator
+) -> list[list[dict]]:
     """`_options` of every optimizer, the same on every rank: one that owns nothing of a group has counted no steps."""
-    first, *others = comm.all_gather_object([_options(optimizer) for optimizer in optimizers])
+    flats = {id(shard.weight) for buffer in buffers for shard in buffer.resting.flats}
+    first, *others = comm.all_gather_object([_options(optimizer, flats) for optimizer in optimizers])
     for other in others:
         for groups, theirs in zip(first, other, strict=True):
             for group, its in zip(groups, theirs, strict=True):
@@ -229,14 +263,14 @@ def _agreed_options(optimizers: list[torch.optim.Optimizer], comm: Communicator)
     return first
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Per group: its options, and the scalar states (step counts) of its tensors."""
+def _options(optimizer: torch.optim.Optimizer, flats: set[int]) -> list[dict]:
+    """Per group: its options, and the scalar states (step counts) of those of its tensors whose `id` is in `flats`."""
     described = []
     for group in optimizer.param_groups:
         options = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
         del options["params"]
         scalars: dict[str, object] = {}
-        for weight in group["params"]:
+        for weight in (weight for weight in group["params"] if id(weight) in flats):
             for kind, value in optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor) and value.dim() == 0:
                     scalars[kind] = {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -265,7 +299,7 @@ def _make_states(
 ) -> None:
     """Make room for the state tensors that the file has for this rank's part of the buffer."""
     adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    for shard in buffer.master_shards:
+    for shard in buffer.resting.flats:
         weight = shard.weight
         if id(weight) not in adopted:
             continue
@@ -280,3 +314,25 @@ def _make_states(
                     values = torch.zeros(shard.numel, dtype=wanted[kind], device=weight.device)
                     optimizer.state[weight][kind] = values
                 shard.keep(optimizer.state[weight])
+
+
+def _make_whole_states(file: SlicedFile, buffer: FlatBuffer, optimizer: torch.optim.Optimizer) -> None:
+    """Make room for what the file has for the whole matrices that this rank owns."""
+    adopted = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    whole = json.loads(file.metadata.get("whole", "{}"))
+    for name, matrix in _matrices(buffer):
+        weight = matrix.weight
+        if id(weight) not in adopted:
+            continue
+        # Files made of other systems' checkpoints have states by kind, and the scalars of groups, which are there.
+        described = whole.get(name) or whole_states.of_kinds(kinds_in(file).get(name, ()))
+        before = {} if name in whole else optimizer.state[weight]
+        with matrix.open(write=True):
+            state = whole_states.rebuild(described, functools.partial(_room, file, name, weight.device))
+            optimizer.state[weight] = {**before, **state}
+            matrix.keep(state)
+
+
+def _room(file: SlicedFile, name: str, device: torch.device, kind: str) -> Tensor:
+    dtype, shape = file.tensors[f"{name}.{kind}"]
+    return torch.zeros(shape, dtype=dtype, device=device)

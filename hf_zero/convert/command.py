@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_zero.command_line import CommandParser
-from hf_zero.errors import ZeroCheckpointError, ZeroError
+from hf_zero.errors import ZeroCheckpointError
 
 
 def main(argv: Sequence[str]) -> int:
+    """0; raises ZeroError and OSError for what cannot be converted."""
     options = _parser().parse_args(argv)
-    try:
-        for line in _run(options.source, options.target, options.config):
-            print(line)
-    except (ZeroError, OSError) as error:
-        print(f"hf-zero convert: {error}", file=sys.stderr)
-        return 2
+    for line in _run(options.source, options.target, options.config):
+        print(line)
     return 0
 
 
@@ -50,14 +45,9 @@ def _run(source: Path, target: Path, config: Path | None) -> list[str]:
 
 def _model(config: Path):
     """The model that a configuration describes, without values."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
     from hf_zero.planning import model as models
 
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    models.silence()
     return models.build(models.read_config(str(config)))
 
 

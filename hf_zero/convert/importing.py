@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import commit, training_state
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.plan import SavePlan, is_pretrained, plan_module, plan_pretrained
 from hf_zero.checkpoint.safetensors_file import Part, SlicedFile
@@ -81,16 +82,15 @@ def write(source: Source, model: nn.Module | None, config: Path | None, target: 
         schedule = folder / (SCHEDULE_NAME if config is not None or match.plan is None else ACCELERATE_SCHEDULE_NAME)
         if source.schedule is not None and not schedule.exists():
             save_pickle(source.schedule, schedule)
-        comm, sums = Communicator.connect(), {}
+        job, sums = SaveJob(comm=Communicator.connect(), is_main=True), {}
         if match.plan is not None:
-            staged = stage(folder, files, lambda **_: _weight_parts(match), comm, is_main=True)
-            StagedWeights(plan=match.plan, staged=staged).commit()
-            sums.update(match.plan.by_file(staged.sums))
+            weights = StagedWeights(
+                plan=match.plan, staged=stage(folder, files, lambda **_: _weight_parts(match), job), sums=sums
+            )
+            weights.commit()
         if config is not None:
             note_dtype(folder, _main_dtype(match))
-        states = stage(
-            folder, {training_state.STATE_NAME: state}, lambda **_: _state_parts(match, state), comm, is_main=True
-        )
+        states = stage(folder, {training_state.STATE_NAME: state}, lambda **_: _state_parts(match, state), job)
         states.commit()
         commit.write_marker(folder, {**sums, training_state.STATE_NAME: states.sums})
     return _summary(match, len(carried), sum(path.stat().st_size for path in target.iterdir()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import shutil
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import commit, training_state
+from hf_zero.checkpoint import commit, training_state, whole_states
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.loading import weight_files
 from hf_zero.checkpoint.plan import INDEX_NAME, WEIGHTS_NAME, SavePlan, plan_pretrained
 from hf_zero.checkpoint.safetensors_file import Part, SlicedFile, library_order
@@ -125,7 +127,7 @@ class _NewWeights:
     def write(self, folder: Path) -> None:
         if not self.files:
             return
-        staged = stage(folder, self.files, self.parts, Communicator.connect(), is_main=True)
+        staged = stage(folder, self.files, self.parts, SaveJob(comm=Communicator.connect(), is_main=True))
         if self.plan is None:
             staged.commit()
         else:
@@ -187,16 +189,23 @@ def _state_dict(ours: _Ours, groups: list[dict], members: list[list[str]]) -> di
         parameter, kind = name.rsplit(".", 1)
         if kind != training_state.MASTER:
             kinds.setdefault(parameter, []).append(kind)
+    whole = json.loads(ours.state.metadata.get("whole", "{}"))
     state, described, number = {}, [], 0
     for group, names in zip(groups, members, strict=True):
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
         described.append({**options, "params": list(range(number, number + len(names)))})
         for name in names:
-            if name in kinds:
+            if name in whole:
+                state[number] = whole_states.rebuild(whole[name], functools.partial(_tensor_of, ours, name))
+            elif name in kinds:
                 tensors = {kind: ours.state_tensor(f"{name}.{kind}") for kind in kinds[name]}
                 state[number] = {**{kind: _scalar(value) for kind, value in group["scalars"].items()}, **tensors}
             number += 1
     return {"state": state, "param_groups": described}
+
+
+def _tensor_of(ours: _Ours, name: str, kind: str) -> Tensor:
+    return ours.state_tensor(f"{name}.{kind}")
 
 
 def _scalar(value: object) -> object:
