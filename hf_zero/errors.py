@@ -22,6 +22,10 @@ class ZeroConfigError(ZeroError, ValueError):
         return "\n".join(lines)
 
 
+class ZeroImportError(ZeroError, ImportError):
+    """A package that hf_zero attaches to is installed in a release that it does not know."""
+
+
 class ZeroLaunchError(ZeroError, ValueError):
     """A launch command or launcher setting that hf_zero cannot start."""
 

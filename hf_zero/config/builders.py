@@ -17,21 +17,13 @@ def _betas(value: Any) -> tuple[float, float]:
     return values.to_float(value[0]), values.to_float(value[1])
 
 
-_ADAM = {
-    "lr": values.to_float,
+_ADAM: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), values.to_float),
     "betas": _betas,
-    "eps": values.to_float,
-    "weight_decay": values.to_float,
-    "amsgrad": values.to_bool,
-    "adam_w_mode": values.to_bool,
-    "bias_correction": values.to_bool,
-    "torch_adam": values.to_bool,
+    **dict.fromkeys(("amsgrad", "adam_w_mode", "bias_correction", "torch_adam"), values.to_bool),
 }
-_SGD = {
-    "lr": values.to_float,
-    "momentum": values.to_float,
-    "dampening": values.to_float,
-    "weight_decay": values.to_float,
+_SGD: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("lr", "momentum", "dampening", "weight_decay"), values.to_float),
     "nesterov": values.to_bool,
 }
 _OPTIMIZERS: dict[str, Mapping[str, Callable[[Any], Any]]] = {"adamw": _ADAM, "adam": _ADAM, "sgd": _SGD}
@@ -80,23 +72,18 @@ def _warmup_type(value: Any) -> str:
     return value
 
 
-_WARMUP = {
-    "warmup_min_lr": _per_group,
-    "warmup_max_lr": _per_group,
-    "warmup_num_steps": values.to_int,
+_SHARED = {
+    **dict.fromkeys(("warmup_num_steps", "last_batch_iteration"), values.to_int),
     "warmup_type": _warmup_type,
-    "last_batch_iteration": values.to_int,
 }
+_WARMUP = {**dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), _per_group), **_SHARED}
 _SCHEDULERS: dict[str, Mapping[str, Callable[[Any], Any]]] = {
     "warmuplr": _WARMUP,
     "warmupdecaylr": {**_WARMUP, "total_num_steps": values.to_int},
     "warmupcosinelr": {
+        **_SHARED,
         "total_num_steps": values.to_int,
-        "warmup_min_ratio": values.to_float,
-        "warmup_num_steps": values.to_int,
-        "cos_min_ratio": values.to_float,
-        "warmup_type": _warmup_type,
-        "last_batch_iteration": values.to_int,
+        **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio"), values.to_float),
     },
 }
 
@@ -185,51 +172,42 @@ def _automatic(name: str, arguments: Mapping[str, Any]) -> Any:
     return arguments.get(_ARGUMENT_OF.get(name, name))
 
 
-class _Schedule(torch.optim.lr_scheduler.LRScheduler):
-    """From `low` up to `high` (None: the optimizer's rates), by group; then flat, linearly down or a half cosine down.
+def _share(
+    iteration: int, *, warmup_steps: int, warmup_type: str, start: float, decay: str, total: int, floor: float
+) -> float:
+    """How much of the way from low to high: a rise, then flat ("none"), "linear" down or a half "cosine" down.
 
-    `start` and `floor` are the shares of the way at which the rise begins and the cosine ends. DeepSpeed counts from
-    -1: its first update runs at the low value, and so does its second.
+    `start` and `floor` are the shares at which the rise begins and the cosine ends.
+    """
+    if iteration < 0:
+        return 0.0
+    if iteration < warmup_steps:
+        linear = warmup_type == "linear"
+        risen = iteration / warmup_steps if linear else math.log(iteration + 1) / math.log(warmup_steps)
+        return start + (1.0 - start) * risen
+    if decay == "none":
+        return 1.0
+    left = max(1, total - warmup_steps)
+    if decay == "linear":
+        return (total - iteration) / left
+    progress = min(1.0, (iteration - warmup_steps + 1) / left)
+    return floor + (1.0 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class _Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """From `low` up to `high` (None: the optimizer's rates), by group, and down again along a `curve`; see `_share`.
+
+    DeepSpeed counts from -1: its first update runs at the low value, and so does its second.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        low: list[float],
-        high: list[float] | None,
-        warmup_steps: int,
-        warmup_type: str,
-        start: float,
-        decay: str,
-        total: int,
-        floor: float,
+        self, optimizer: torch.optim.Optimizer, *, low: list[float], high: list[float] | None, **curve: Any
     ) -> None:
-        self._low, self._high = low, high
-        self._warmup_steps, self._warmup_type, self._start = warmup_steps, warmup_type, start
-        self._decay, self._total, self._floor = decay, total, floor
+        self._low, self._high, self._curve = low, high, curve
         super().__init__(optimizer)
 
-    def _share(self, iteration: int) -> float:
-        """How much of the way from low to high."""
-        if iteration < 0:
-            return 0.0
-        if iteration < self._warmup_steps:
-            linear = self._warmup_type == "linear"
-            risen = (
-                iteration / self._warmup_steps if linear else math.log(iteration + 1) / math.log(self._warmup_steps)
-            )
-            return self._start + (1.0 - self._start) * risen
-        if self._decay == "none":
-            return 1.0
-        left = max(1, self._total - self._warmup_steps)
-        if self._decay == "linear":
-            return (self._total - iteration) / left
-        progress = min(1.0, (iteration - self._warmup_steps + 1) / left)
-        return self._floor + (1.0 - self._floor) * (1 + math.cos(math.pi * progress)) / 2
-
     def get_lr(self) -> list[float | torch.Tensor]:
-        share = max(0.0, self._share(self.last_epoch - 1))
+        share = max(0.0, _share(self.last_epoch - 1, **self._curve))
         highest = self.base_lrs if self._high is None else self._high
         return [low + (high - low) * share for low, high in zip(self._low, highest, strict=True)]
 

@@ -28,7 +28,11 @@ def _pair_problems(config: Options) -> list[str]:
             f"zero_stage is {config.zero_stage}: weights are whole on every rank below stage 3; set zero_stage to 3 "
             'or offload_param_device to "none"'
         )
-    for kind in ("optimizer", "param"):
+    shared = [name for name in ("tp_size", "sp_size", "cp_size") if getattr(config, name) > 1]
+    if len(shared) > 1:
+        written = " and ".join(f"{name} is {getattr(config, name)} ({config.where(name)})" for name in shared)
+        problems.append(f"{written}: they are not available together; set all but one of them to 1")
+    for kind in ("optimizer", "param", "activations"):
         if getattr(config, f"offload_{kind}_device") == "nvme":
             problems += _folder_problem(config, f"offload_{kind}_nvme_path", f"offload_{kind}_device")
     sizes = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)

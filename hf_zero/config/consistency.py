@@ -160,7 +160,10 @@ def resolve_auto(
     world_size: int | None = None,
     hidden_size: int | None = None,
 ) -> ZeroConfig:
-    """Replace every "auto" by a value and record why. Only batch sizes that nobody knows stay "auto"."""
+    """Replace every "auto" by a value and record why.
+
+    Batch sizes that nobody knows stay "auto", and so does what follows from the machines that ranks are on.
+    """
     agreed = agreed or {}
     resolved: dict[str, tuple[Any, Origin]] = {}
     for name in SHARED:
@@ -181,7 +184,7 @@ def resolve_auto(
         reason = f"micro-batch x accumulation x ranks = {micro} x {accumulation} x {world_size}"
         resolved["train_batch_size"] = (total, _because(config, "train_batch_size", reason))
     for name, option in OPTIONS.items():
-        if option.kind.auto and not option.shared and values.is_auto(getattr(config, name)):
+        if option.kind.auto and not (option.shared or option.by_machine) and values.is_auto(getattr(config, name)):
             value, reason = _auto_size(name, hidden_size)
             resolved[name] = (value, _because(config, name, reason))
     for name, (value, origin) in resolved.items():

@@ -1,5 +1,6 @@
 """How an option is declared: the kind of its values, what it does, and its names in each file format."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -109,6 +110,35 @@ def section(*types: str) -> Kind:
     return Kind(parse=values.to_mapping, problem=problem, shown="section")
 
 
+def weights() -> Kind:
+    """A list of numbers above 0, one for each rank."""
+
+    def allowed(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and bool(value) and all(is_number(each) and each > 0 for each in value)
+
+    return _kind(values.to_numbers, allowed, "a list of numbers above 0, one for each rank", shown="list")
+
+
+def numbers(**ranges: tuple[float, float | None]) -> Kind:
+    """A mapping with some of these names to numbers, each from the lowest up to, but without, the highest."""
+    said = " and ".join(
+        f"{name} ({'a number' if isinstance(low, float) else 'a whole number'} from {low:g}"
+        + ("" if high is None else f", below {high:g}")
+        + ")"
+        for name, (low, high) in ranges.items()
+    )
+
+    def fits(name: str, value: Any) -> bool:
+        low, high = ranges.get(name, (math.inf, None))
+        right = is_number(value) if isinstance(low, float) else is_whole(value)
+        return right and low <= value and (high is None or value < high)
+
+    def allowed(value: Any) -> bool:
+        return isinstance(value, dict) and all(fits(name, number) for name, number in value.items())
+
+    return _kind(values.to_mapping, allowed, f"a section with {said}", shown="section")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """What is known of one field of ``ZeroConfig`` besides its type and default."""
@@ -121,6 +151,7 @@ class Option:
     argument: str | None = None  # its name among training arguments
     shared: bool = False  # whether those arguments have a say, too: both must agree
     needs: tuple[str, Any] | None = None  # the option, and its value or values, without which this has no effect
+    by_machine: bool = False  # whether "auto" stands until the ranks are there, and means those of a machine
 
 
 def option(
@@ -136,6 +167,7 @@ def option(
     argument: str | None = None,
     shared: bool = False,
     needs: tuple[str, Any] | None = None,
+    by_machine: bool = False,
 ) -> Any:
     """A field of ``Options``; None is a value of it where that is the default.
 
@@ -152,5 +184,6 @@ def option(
         argument=argument,
         shared=shared,
         needs=needs,
+        by_machine=by_machine,
     )
     return field(default=default, metadata={"option": known})

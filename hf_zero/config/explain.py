@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.command_line import CommandParser
@@ -28,7 +28,11 @@ _TYPED = "command line"
 _WIDE = 150  # columns of a terminal that has room for a table of four columns
 
 
-def main(argv: Sequence[str]) -> int:
+# What tells over which ranks so many of them, on so many machines, share state out: rows of text by column.
+Extents = Callable[[ZeroConfig, int, int], list[dict[str, str]]]
+
+
+def main(argv: Sequence[str], extents: Extents) -> int:
     parser = CommandParser(
         prog="hf-zero config",
         rest="--args",
@@ -55,11 +59,23 @@ def main(argv: Sequence[str]) -> int:
         config = explain(
             options.files, pairs(options.args), world_size=options.world_size, hidden_size=options.hidden_size
         )
+        ranks, machines = _launched(options.files)
+        ranks = options.world_size or ranks
+        shared = extents(config, ranks, machines) if ranks > 1 else []
     except ZeroConfigError as error:
         _print_problems(error, as_json=options.json)
         return 2
-    _print_json(config) if options.json else _print_table(config, options.all)
+    _print_json(config, shared) if options.json else _print_table(config, options.all, shared)
     return 0
+
+
+def _launched(files: Sequence[str]) -> tuple[int, int]:
+    """How many ranks on how many machines the launcher's file among these names; 0 and 1 where none does."""
+    ranks, machines = 0, 1
+    for data in (load_document(file).data for file in files):
+        ranks = values.to_int(data.get("num_processes", ranks))
+        machines = values.to_int(data.get("num_machines", machines))
+    return ranks, machines
 
 
 def explain(
@@ -131,17 +147,25 @@ def rows(config: ZeroConfig) -> list[dict[str, Any]]:
     return table
 
 
-def _print_json(config: ZeroConfig) -> None:
-    print(json.dumps({"config": rows(config), "notes": list(config.notes)}, indent=2))
+def _print_json(config: ZeroConfig, shared: list[dict[str, str]]) -> None:
+    print(json.dumps({"config": rows(config), "extents": shared, "notes": list(config.notes)}, indent=2))
 
 
-def _print_table(config: ZeroConfig, everything: bool) -> None:
+def _print_table(config: ZeroConfig, everything: bool, shared: list[dict[str, str]]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:  # a pipe has no width: keep every row on one line
         console = Console(highlight=False, width=1000)
     print_table(config, everything, console)
+    if shared:
+        from rich.table import Table
+
+        table = Table(*shared[0], box=None, pad_edge=False)
+        for row in shared:
+            table.add_row(*row.values())
+        console.print()
+        console.print(table, markup=False)
 
 
 def print_table(config: ZeroConfig, everything: bool, console: "Console") -> None:
@@ -149,14 +173,14 @@ def print_table(config: ZeroConfig, everything: bool, console: "Console") -> Non
     from rich.table import Table
     from rich.text import Text
 
-    shown = [row for row in rows(config) if everything or _was_set(config, row["key"])]
+    shown = [row for row in rows(config) if everything or was_set(config, row["key"])]
     wide = console.width >= _WIDE
     table = Table(box=None, pad_edge=False)
     table.add_column("key", no_wrap=True)
     for column in ("value", "source", "what it does here") if wide else ("value, source, and what it does here",):
         table.add_column(column, overflow="fold")
     for row in shown:
-        style = None if _was_set(config, row["key"]) else "dim"
+        style = None if was_set(config, row["key"]) else "dim"
         cells = [str(row["value"]), row["source"], row["does"]]
         if not wide:
             cells = [Text.assemble(f"{cells[0]}, {cells[1]}\n", (cells[2], "dim"))]
@@ -169,7 +193,7 @@ def print_table(config: ZeroConfig, everything: bool, console: "Console") -> Non
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _was_set(config: ZeroConfig, name: str) -> bool:
+def was_set(config: ZeroConfig, name: str) -> bool:
     """Whether a file or an argument names the setting; what only follows from others has no place of its own."""
     return config.is_set(name) and config.origins[name].label != values.AUTO
 

@@ -81,9 +81,10 @@ FP16_ENABLED = "_fp16_enabled"
 BF16_ENABLED = "_bf16_enabled"
 CPU_OFFLOAD = "_cpu_offload"
 CPU_OFFLOAD_PARAMS = "_cpu_offload_params"
+CPU_CHECKPOINTING = "_cpu_checkpointing"
 
 _NO_ENGINE_KNOB = "an internal switch of DeepSpeed's engine; nothing here needs it"
-_MONITOR = "use report_to of the training arguments"
+MOE_BLOCKS = "MoE blocks are found from the model's structure"
 
 # Keys of DeepSpeed's zero_optimization section that set nothing. Accelerate users write the same names inside
 # deepspeed_config (stock Accelerate drops them there), so the table is used for both.
@@ -94,7 +95,7 @@ ZERO_KEYS: dict[str, Key] = table(
     accepted("reduce_scatter", "stages 2 and 3 always reduce-scatter", True),
     accepted("allgather_partitions", "partitions are always all-gathered", True),
     accepted("round_robin_gradients", "gradient slices are balanced over the ranks already", False),
-    accepted("leaf_module", "MoE blocks are found from the model's structure"),
+    accepted("leaf_module", MOE_BLOCKS),
     accepted("ignore_unused_parameters", "unused parameters reduce zeros, so the ranks never diverge", True),
     accepted(
         "memory_efficient_linear override_module_apply load_from_fp32_weights legacy_stage1 "
@@ -106,8 +107,6 @@ ZERO_KEYS: dict[str, Key] = table(
     accepted("use_pin_memory cpu_offload_use_pin_memory", "host memory is pinned where copies to a GPU gain by it"),
     accepted("elastic_checkpoint", "checkpoints load at any number of ranks"),
     accepted("pipeline_loading_checkpoint", "each rank reads only its own slices"),
-    refused("zero_quantized_nontrainable_weights", "quantised frozen weights are not available: set it to false"),
-    refused("zeropp_loco_param", "no error feedback (LoCo) here, and 8 bits do not need it: remove the section"),
     accepted("mics_hierarchical_params_gather", "a shard group is gathered in one collective", False),
     refused("zenflow", "ZenFlow updates weights late and changes the numbers: remove the section"),
 )
@@ -138,7 +137,6 @@ _DEEPSPEED_REST: dict[str, Key] = table(
     ),
     accepted("aio", "requests of 8 MiB pass the page cache, several at a time: nothing is to be tuned"),
     combined("fp16.enabled", FP16_ENABLED, values.to_bool, "fp16 compute, fp32 master weights"),
-    accepted("fp16.auto_cast", "float inputs are cast to the compute dtype", False),
     accepted("fp16.fp16_master_weights_and_grads", "master weights stay fp32", False),
     combined("bf16.enabled", BF16_ENABLED, values.to_bool, "bf16 compute, fp32 master weights"),
     accepted(
@@ -147,12 +145,11 @@ _DEEPSPEED_REST: dict[str, Key] = table(
         False,
     ),
     accepted("bf16.loss_scale", "bf16 needs no loss scale", 0, 0.0),
-    accepted("bf16.auto_cast", "float inputs are cast to the compute dtype", False),
+    accepted("fp16.auto_cast bf16.auto_cast", "float inputs are cast to the compute dtype", False),
     combined("bfloat16.enabled", BF16_ENABLED, values.to_bool, "old name of bf16.enabled"),
-    refused(
+    accepted(
         "seq_parallel_communication_data_type",
-        "the file is for sequence parallelism (ALST/Ulysses), where several ranks share a sequence; that is not "
-        "supported: remove the key to train each sequence on one rank",
+        "heads are exchanged in the dtype of computation, and gradients are summed in communication_data_type",
         "fp32",
     ),
     accepted("prescale_gradients", "gradients are averaged in fp32, where the order does not matter", False),
@@ -160,21 +157,35 @@ _DEEPSPEED_REST: dict[str, Key] = table(
     accepted("sparse_gradients", "gradients are dense", False),
     refused("gradient_allreduce_op", "gradients are averaged over the ranks: set it to mean", "mean"),
     accepted("managed_gradient_accumulation", "Accelerate owns the accumulation boundary"),
-    accepted("zero_allow_untested_optimizer", "any elementwise torch optimizer is allowed", True),
+    accepted("zero_allow_untested_optimizer", "any torch optimizer is allowed whose step needs no closure", True),
     accepted("zero_force_ds_cpu_optimizer", "the optimizer is your torch optimizer", False),
     accepted("dump_state", "see hf-zero config", False),
     accepted("memory_breakdown", "see the step report", False),
     accepted("dataloader_drop_last", "set it on the DataLoader or in the training arguments", False),
-    accepted("tensorboard wandb csv_monitor comet monitor_config", _MONITOR),
-    accepted(
-        "comms_logger comms_config flops_profiler timers",
-        "use a profiler of your choice",
-    ),
+    accepted("tensorboard wandb csv_monitor comet monitor_config", "use report_to of the training arguments"),
+    accepted("comms_logger comms_config flops_profiler timers", "use a profiler of your choice"),
     accepted("disable_allgather graph_harvesting", _NO_ENGINE_KNOB, False),
     accepted("use_data_before_expert_parallelism", "there is no expert parallelism here", False),
     accepted("vocabulary_size", "only has a meaning for DeepSpeed's own checks"),
     accepted("log_level", "set the level of Python's logging"),
-    accepted("activation_checkpointing", "use gradient_checkpointing of the training arguments"),
+    combined(
+        "activation_checkpointing.cpu_checkpointing",
+        CPU_CHECKPOINTING,
+        values.to_bool,
+        "offload_activations_device cpu; gradient_checkpointing of the training arguments makes the checkpoints",
+    ),
+    accepted(
+        "activation_checkpointing.partition_activations",
+        "ranks split what they share, and data-parallel ranks share no activations",
+        False,
+    ),
+    accepted(
+        "activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints",
+        "nothing has to be set aside for checkpoints: their memory is not fragmented",
+        False,
+    ),
+    accepted("activation_checkpointing.synchronize_checkpoint_boundary", _NO_ENGINE_KNOB, False),
+    accepted("activation_checkpointing.profile", "use a profiler of your choice", False),
     accepted("checkpoint", "checkpoints are Hugging Face folders that load at any number of ranks"),
     accepted("nebula datastates_ckpt", "checkpoints are Hugging Face folders"),
     accepted("data_types.param_dtype", "the compute dtype follows bf16.enabled and fp16.enabled"),
@@ -183,17 +194,29 @@ _DEEPSPEED_REST: dict[str, Key] = table(
     refused("amp.enabled", "apex AMP is not supported: use bf16.enabled or fp16.enabled"),
     accepted("amp.opt_level", "only has a meaning with apex AMP"),
     refused("torch_autocast.enabled", "use bf16.enabled or fp16.enabled (16-bit compute, fp32 master weights)"),
-    accepted("torch_autocast.dtype", "only has a meaning with torch_autocast.enabled"),
-    accepted("torch_autocast.lower_precision_safe_modules", "only has a meaning with torch_autocast.enabled"),
+    accepted(
+        "torch_autocast.dtype torch_autocast.lower_precision_safe_modules",
+        "only has a meaning with torch_autocast.enabled",
+    ),
     refused("compile.deepcompile", "whole-model compilation is not supported: set it to false"),
     accepted("compile", "compile single layers with torch.compile"),
-    refused("tensor_parallel.autotp_size", "tensor parallelism is not supported: set it to 0", 0, 1),
-    accepted("tensor_parallel", "there is no tensor parallelism here"),
+    *(
+        accepted(f"tensor_parallel.{name}", why)
+        for name, why in (
+            ("dtype", "weights have the dtype of computation"),
+            ("keep_module_on_host", "each rank keeps its own part only"),
+            ("preset_model", "the plan is that of the model's class in transformers (tp_plan)"),
+        )
+    ),
+    refused(
+        "tensor_parallel.partition_config",
+        "the plan is that of the model's class: give its configuration a base_model_tp_plan instead",
+    ),
+    refused("tensor_parallel.tp.tp_size", "write tensor_parallel.autotp_size", 1),
     refused("expert_parallel.enabled", "expert parallelism is not supported: set it to false"),
     accepted("expert_parallel", "there is no expert parallelism here"),
     refused("fp8.enabled", "fp8 is not supported: use bf16.enabled"),
     accepted("fp8", "there is no fp8 here"),
-    refused("sequence_parallel_size", "sequence parallelism is not supported: set it to 1", 1),
     *(
         refused(name, f"{what} changes training itself and is not supported: remove the section", {})
         for name, what in (

@@ -1,7 +1,8 @@
 """Every option, declared once: type, default, range, what it does, and its names in each file format.
 
 All else derives from these declarations: readers and their key tables, checks, `hf-zero config`, the reference page,
-training arguments. To add an option, add a field here (and what needs it).
+training arguments. To add an option, add a field here or in `sharding`, which has the first half of them (and what
+needs it).
 """
 
 from collections.abc import Mapping
@@ -9,186 +10,20 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.declare import Option, choice, folder, number, one_of, option, section, size, switch, whole
+from hf_zero.config.declare import Option, choice, folder, number, option, section, size, switch, whole
 from hf_zero.config.origin import Origin
+from hf_zero.config.sharding import STAGE3, Auto, ShardingOptions, Size, stage3_names
 
 
-Auto = str  # the literal "auto"; readable type hints below
-Size = int | str  # a count of elements, or a byte size such as "25MB"
 OPTIMIZER_TYPES = ("AdamW", "Adam", "SGD")
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_STAGE3, _FP16 = ("zero_stage", 3), ("mixed_precision", "fp16")
+_FP16 = ("mixed_precision", "fp16")
 _OFFLOADED = ("offload_optimizer_device", ("cpu", "nvme"))
 
 
-def _stage3_names(name: str) -> str:
-    """DeepSpeed knows these with a prefix and without."""
-    return f"stage3_{name} {name}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShardingOptions):
     """The fields of ``ZeroConfig``. Names are DeepSpeed's and Accelerate's where they have one."""
-
-    # What is sharded.
-    zero_stage: int = option(
-        2,
-        "what is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters",
-        whole(0, at_most=3, expected="0 (nothing sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)"),
-        deepspeed="zero_optimization.stage",
-        accelerate="zero_stage",
-        argument="zero_stage",
-    )
-    param_access: str = option(
-        "gather",
-        "reading a sharded parameter or gradient outside its module gathers it, or raises",
-        choice("gather", "raise"),
-        own=True,
-        argument="zero_param_access",
-    )
-    zero3_init_flag: bool | None = option(
-        None,
-        "build the model already sharded (on where the stage is 3)",
-        switch(),
-        accelerate="zero3_init_flag",
-        needs=_STAGE3,
-    )
-    zero3_save_16bit_model: bool = option(
-        True,
-        "write the weights in 16 bit; saving always gives a complete folder",
-        switch(),
-        zero=_stage3_names("gather_16bit_weights_on_model_save") + " stage3_gather_fp16_weights_on_model_save",
-        accelerate="zero3_save_16bit_model",
-    )
-
-    # Precision of compute, of the wire and of the accumulator.
-    mixed_precision: str = option(
-        "no",
-        "compute dtype; master weights, accumulator and states stay fp32",
-        choice("no", "bf16", "fp16", parse=values.to_precision),
-        shared=True,
-    )
-    communication_data_type: str = option(
-        "fp32",
-        "dtype of gradients on the wire; they are summed in fp32",
-        choice("fp32", "bf16", "fp16", parse=values.to_dtype),
-        both="communication_data_type",
-    )
-    grad_accum_dtype: str = option(
-        "fp32",
-        "dtype that gradients are accumulated in",
-        choice("fp32", parse=values.to_dtype),
-        deepspeed="data_types.grad_accum_dtype",
-    )
-
-    # Values with another owner (TrainingArguments, Accelerator): compared, never silently overruled.
-    gradient_accumulation_steps: int | Auto = option(
-        values.AUTO,
-        "micro-batches per update; owned by the arguments, compared here",
-        whole(1, auto=True),
-        both="gradient_accumulation_steps",
-        argument="gradient_accumulation_steps",
-        shared=True,
-    )
-    gradient_clipping: float | Auto = option(
-        values.AUTO,
-        "limit of the global gradient norm, 0 for none; owned by the arguments",
-        number(
-            lambda norm: norm >= 0,
-            'a norm of at least 0 (0 switches clipping off) or "auto"',
-            shown="from 0",
-            auto=True,
-        ),
-        both="gradient_clipping",
-        argument="max_grad_norm",
-        shared=True,
-    )
-    train_micro_batch_size_per_gpu: int | Auto = option(
-        values.AUTO,
-        "samples per rank and micro-batch; owned by the arguments",
-        whole(1, auto=True),
-        both="train_micro_batch_size_per_gpu",
-        argument="per_device_train_batch_size",
-        shared=True,
-    )
-    train_batch_size: int | Auto = option(
-        values.AUTO,
-        "samples per update: micro-batch x accumulation x ranks; checked",
-        whole(1, auto=True),
-        both="train_batch_size",
-        shared=True,
-    )
-
-    # Communication.
-    overlap_comm: bool = option(
-        True, "communicate while computing; the numbers stay the same", switch(), zero="overlap_comm"
-    )
-    deterministic_reduce: bool = option(
-        False, "sum gradients in rank order, so that stages agree bit for bit", switch(), own=True
-    )
-    peer_memory: bool = option(
-        True, "CPU ranks of one machine read each other's memory instead of sending", switch(), own=True
-    )
-    no_sync: str = option(
-        "reduce",
-        "stages 2-3 under no_sync: reduce every micro-batch, as far as the node, or keep local gradients",
-        choice("reduce", "node", "local"),
-        own=True,
-        argument="zero_no_sync",
-    )
-    reduce_bucket_size: Size | Auto = option(
-        500_000_000,
-        "elements per gradient reduction (stages 0-2)",
-        size(1),
-        zero="reduce_bucket_size allreduce_bucket_size",
-    )
-    allgather_bucket_size: Size | Auto = option(
-        500_000_000, "elements per all-gather of updated weights (stages 1-2)", size(1), zero="allgather_bucket_size"
-    )
-    zero_hpz_partition_size: int | Auto = option(
-        1,
-        "ranks of a node, which keeps all weights, so that gathers stay inside; 1: no node does; auto: each machine",
-        whole(1, auto=True),
-        zero="zero_hpz_partition_size",
-        needs=_STAGE3,
-    )
-    mics_shard_size: int | Auto = option(
-        0,
-        "ranks that share one copy of the state, others replicate it; 0 for all ranks, auto for those of a machine",
-        whole(0, auto=True, parse=values.to_count),
-        zero="mics_shard_size",
-    )
-    node_size: int | Auto = option(
-        values.AUTO,
-        "ranks on one machine, for what counts as traffic between nodes; auto: LOCAL_WORLD_SIZE",
-        whole(1, auto=True),
-        own=True,
-    )
-    zero_quantized_weights: bool = option(
-        False,
-        "send weights in 8 bits: as differences between nodes, directly where all ranks are on one node",
-        switch(),
-        zero="zero_quantized_weights",
-        needs=_STAGE3,
-    )
-    zero_quantized_gradients: bool = option(
-        False, "send gradients in quantized_gradient_bits; sums are in fp32", switch(), zero="zero_quantized_gradients"
-    )
-    quantized_gradient_bits: int = option(
-        8, "bits of quantised gradients; 4 with a rotation that spreads outliers", one_of(8, 4), own=True
-    )
-    quantized_error_limit: float | Auto = option(
-        values.AUTO,
-        "relative error of three steps in a row that ends quantisation; auto: 0.05, and 0.25 with 4 bits",
-        number(lambda limit: limit > 0, 'a number above 0 or "auto"', shown="above 0", auto=True),
-        own=True,
-    )
-    hang_timeout_s: float = option(
-        120.0,
-        "seconds after which ranks that wait for each other are named and stopped",
-        number(lambda seconds: seconds > 0, "a number of seconds above 0", shown="above 0"),
-        own=True,
-    )
 
     # Stage 3 schedule; the defaults spend the least memory. A unit travels in one collective, so small parameters
     # ride along for free and keeping them whole only costs memory: 0, where DeepSpeed has 1e5. One unit is gathered
@@ -197,36 +32,45 @@ class Options:
         1,
         "elements gathered ahead of their use: the next layer in any case, but none with 0",
         size(0),
-        zero=_stage3_names("prefetch_bucket_size"),
-        needs=_STAGE3,
+        zero=stage3_names("prefetch_bucket_size"),
+        needs=STAGE3,
     )
     stage3_param_persistence_threshold: Size | Auto = option(
         0,
         "parameters with fewer elements stay whole on every rank",
         size(0),
-        zero=_stage3_names("param_persistence_threshold"),
-        needs=_STAGE3,
+        zero=stage3_names("param_persistence_threshold"),
+        needs=STAGE3,
     )
     stage3_model_persistence_threshold: int | None = option(
         None,
         "cap on all elements that stay whole",
         whole(0),
-        zero=_stage3_names("model_persistence_threshold"),
-        needs=_STAGE3,
+        zero=stage3_names("model_persistence_threshold"),
+        needs=STAGE3,
     )
     stage3_max_live_parameters: int = option(
         1_000_000_000,
         "only the next layer is gathered ahead beyond so many unsharded elements",
         whole(0),
-        zero=_stage3_names("max_live_parameters"),
-        needs=_STAGE3,
+        zero=stage3_names("max_live_parameters"),
+        needs=STAGE3,
     )
     stage3_max_reuse_distance: int = option(
         0,
         "after forward, weights that backward needs before this many others stay whole",
         whole(0),
-        zero=_stage3_names("max_reuse_distance"),
-        needs=_STAGE3,
+        zero=stage3_names("max_reuse_distance"),
+        needs=STAGE3,
+    )
+
+    unit_size: int = option(
+        0,
+        "elements that are gathered in one piece: of a larger layer, each of its modules by itself; 0: whole layers",
+        whole(0),
+        own=True,
+        argument="zero_unit_size",
+        needs=STAGE3,
     )
 
     # Where shards live.
@@ -264,6 +108,13 @@ class Options:
         argument="zero_offload_optimizer_max_in_cpu",
         needs=("offload_optimizer_device", "nvme"),
     )
+    offload_step: str = option(
+        "auto",
+        "what steps offloaded states beside a GPU; auto: what is measured to be faster",
+        choice("auto", "host", "device", parse=values.to_lower),
+        own=True,
+        needs=_OFFLOADED,
+    )
     offload_buffer_count: int = option(
         4,
         "buffers of host memory for states and for weights that come from disk or go there",
@@ -287,11 +138,37 @@ class Options:
         accelerate="offload_param_nvme_path",
         argument="zero_offload_param_nvme_path",
     )
+    offload_activations_device: str = option(
+        "none",
+        "home of the inputs of checkpointed layers, between forward and backward",
+        choice("none", "cpu", "nvme", parse=values.to_lower),
+        own=True,
+        argument="zero_offload_activations_device",
+    )
+    offload_activations_nvme_path: str | None = option(
+        None, "folder of activations on disk", folder(), own=True, argument="zero_offload_activations_nvme_path"
+    )
     sub_group_size: int = option(
         1 << 22,
         "elements that offloaded states are stepped and moved by, at most; more than the default changes nothing",
         whole(1),
         zero="sub_group_size",
+    )
+
+    # Tiles: what grows with the tokens of a micro-batch is computed for some of them at a time.
+    tile_loss: int = option(
+        0,
+        "tokens whose logits and cross entropy are computed at a time; 0: of all at once",
+        whole(0),
+        own=True,
+        argument="zero_tile_loss",
+    )
+    tile_mlp: int = option(
+        0,
+        "tokens that go through the MLP of a layer at a time, once more in backward; 0: all at once",
+        whole(0),
+        own=True,
+        argument="zero_tile_mlp",
     )
 
     # Checkpoints.
@@ -301,6 +178,15 @@ class Options:
         switch(),
         own=True,
         argument="zero_async_save",
+    )
+
+    # The page of a run.
+    report: bool = option(
+        False,
+        "a Trainer writes report.html into its output_dir: memory against the plan, bytes, times, losses, settings",
+        switch(),
+        own=True,
+        argument="zero_report",
     )
 
     # fp16 loss scale and skipped steps.

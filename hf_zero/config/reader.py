@@ -9,7 +9,14 @@ from typing import Any
 from hf_zero.config import values
 from hf_zero.config.checks import advice
 from hf_zero.config.documents import Document, from_dict, load_document
-from hf_zero.config.keys import BF16_ENABLED, CPU_OFFLOAD, CPU_OFFLOAD_PARAMS, DEEPSPEED_KEYS, FP16_ENABLED
+from hf_zero.config.keys import (
+    BF16_ENABLED,
+    CPU_CHECKPOINTING,
+    CPU_OFFLOAD,
+    CPU_OFFLOAD_PARAMS,
+    DEEPSPEED_KEYS,
+    FP16_ENABLED,
+)
 from hf_zero.config.keys_accelerate import (
     DEEPSPEED_CONFIG_FILE,
     DEEPSPEED_SECTION_KEYS,
@@ -138,8 +145,12 @@ def _combine_precision(layer: Layer) -> None:
 
 
 def _combine_cpu_offload(layer: Layer) -> None:
-    for old, device in ((CPU_OFFLOAD, "offload_optimizer_device"), (CPU_OFFLOAD_PARAMS, "offload_param_device")):
-        setting = layer.take(old)
+    for name, device in (
+        (CPU_OFFLOAD, "offload_optimizer_device"),
+        (CPU_OFFLOAD_PARAMS, "offload_param_device"),
+        (CPU_CHECKPOINTING, "offload_activations_device"),
+    ):
+        setting = layer.take(name)
         if setting is not None and setting.value is True:
             layer.put(device, "cpu", setting.origin)
 
@@ -197,12 +208,19 @@ def _check_launch_numbers(document: Document, layer: Layer) -> None:
             layer.problems.append(f"{place.where}: {name} is {value!r}: {error}")
 
 
+def read_parallelism(flags: Mapping[str, Any], label: str) -> Layer:
+    """The flags of a command that stand in the parallelism_config section of an Accelerate YAML."""
+    layer = Layer()
+    read_keys(from_dict({"parallelism_config": dict(flags)} if flags else {}, label), TOP_KEYS, layer)
+    return layer
+
+
 def read_accelerate_dict(data: Mapping[str, Any], label: str) -> list[Layer]:
     return read_accelerate(from_dict(data, label))
 
 
 def _with_json(layer: Layer, document: Document) -> list[Layer]:
-    """Add the JSON that ``deepspeed_config_file`` names; a value that differs between the two is a problem."""
+    """Add the JSON that ``deepspeed_config_file`` names."""
     pointer = layer.take(DEEPSPEED_CONFIG_FILE)
     if pointer is None or values.is_auto(pointer.value) or pointer.value.lower() == "none":
         return [layer]
@@ -211,10 +229,15 @@ def _with_json(layer: Layer, document: Document) -> list[Layer]:
         beside = Path(document.file).parent / path  # Accelerate looks in the current folder only
         path = beside if beside.is_file() else path
     try:
-        json_layer = read_deepspeed(load_document(path))
+        return with_deepspeed(layer, load_document(path))
     except ZeroConfigError as error:
         layer.problems += [f"{pointer.origin.where}: deepspeed_config_file: {problem}" for problem in error.problems]
         return [layer]
+
+
+def with_deepspeed(layer: Layer, document: Document) -> list[Layer]:
+    """``layer`` and a DeepSpeed JSON that belongs to it; a value that differs between the two is a problem."""
+    json_layer = read_deepspeed(document)
     for name, setting in json_layer.settings.items():
         other = layer.settings.get(name)
         if (
@@ -228,7 +251,7 @@ def _with_json(layer: Layer, document: Document) -> list[Layer]:
             continue  # the JSON does not say it, DeepSpeed's default does
         json_layer.problems.append(
             f"{name} differs: {other.origin.where} says {other.value!r}, {setting.origin.where} says "
-            f"{setting.value!r}: remove it from one of the two files"
+            f"{setting.value!r}: remove it from one of the two"
         )
     if "zero_stage" in layer.settings and json_layer.settings["zero_stage"].origin.reason is not None:
         json_layer.settings.pop("zero_stage")
@@ -237,7 +260,6 @@ def _with_json(layer: Layer, document: Document) -> list[Layer]:
 
 
 def _read_fsdp(section: Document, layer: Layer) -> None:
-    """FSDP's strategies are ZeRO stages: FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0."""
     named = {key if key.startswith("fsdp") else f"fsdp_{key}": key for key in section.data}
     renamed = Document(
         data={name: section.data[key] for name, key in named.items()},
@@ -246,10 +268,14 @@ def _read_fsdp(section: Document, layer: Layer) -> None:
         lines={(name,): section.lines[(key,)] for name, key in named.items() if (key,) in section.lines},
     )
     read_keys(renamed, FSDP_KEYS, layer, section="fsdp_config.")
+    combine_fsdp(layer, version=section.data.get("fsdp_version", 1))
+
+
+def combine_fsdp(layer: Layer, version: int | str) -> None:
+    """FSDP's strategies are ZeRO stages: FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0."""
+    _combine_cpu_offload(layer)
     strategy, reshard, offload = (layer.take(name) for name in (FSDP_STRATEGY, FSDP_RESHARD, FSDP_OFFLOAD))
-    chosen = (
-        reshard if reshard is not None and str(section.data.get("fsdp_version", 1)) == "2" else strategy or reshard
-    )
+    chosen = reshard if reshard is not None and str(version) == "2" else strategy or reshard
     if chosen is not None and not values.is_auto(chosen.value):
         if isinstance(chosen.value, bool):
             stage = 3 if chosen.value else 2

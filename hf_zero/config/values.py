@@ -1,35 +1,22 @@
 """Reads single configuration values: numbers written as text, byte sizes, switches and the word "auto"."""
 
+import math
 import re
 from typing import Any
 
 
 AUTO = "auto"
 
-_BYTE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+_BYTE_UNITS = {"b": 1} | {
+    f"{letter}{binary}b": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for binary, base in (("", 1000), ("i", 1024))
 }
-_BYTE_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?i?b)\s*$", re.IGNORECASE)
+_BYTE_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*((?:[kmgt]i?)?b)\s*$", re.IGNORECASE)
 _DTYPES = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "torch.float32": "fp32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "torch.bfloat16": "bf16",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "torch.float16": "fp16",
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
 }
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -48,16 +35,13 @@ def to_float(value: Any) -> float:
     """A number, or a number written as text: YAML reads 5e8 as a string."""
     if isinstance(value, bool):
         raise ValueError("expected a number, got a switch")
-    if isinstance(value, (int, float)):
+    try:
         result = float(value)
-    elif isinstance(value, str):
-        try:
-            result = float(value.strip().replace("_", ""))
-        except ValueError:
-            raise ValueError("expected a number") from None
-    else:
-        raise ValueError(f"expected a number, got {type(value).__name__}")
-    if result != result or result in (float("inf"), float("-inf")):
+    except TypeError:
+        raise ValueError(f"expected a number, got {type(value).__name__}") from None
+    except ValueError:
+        raise ValueError("expected a number") from None
+    if not math.isfinite(result):
         raise ValueError("expected a finite number")
     return result
 
@@ -126,8 +110,14 @@ def to_mapping(value: Any) -> dict[str, Any]:
     return value
 
 
+def to_numbers(value: Any) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a list of numbers")
+    return [to_float(each) for each in value]
+
+
 def to_dtype(value: Any) -> str:
-    name = str(value).strip().lower()
+    name = str(value).strip().lower().removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError("expected fp32, bf16 or fp16")
     return _DTYPES[name]
