@@ -20,7 +20,7 @@ class BatchSizes(NamedTuple):
     total: int
 
 
-def settle(config: ZeroConfig, world_size: int) -> BatchSizes:
+def resolve(config: ZeroConfig, world_size: int) -> BatchSizes:
     """Find the sizes that the JSON leaves out, as DeepSpeed does.
 
     Raises ZeroConfigError where they contradict each other or do not say enough.
@@ -50,7 +50,8 @@ def make_loader(dataset: Dataset, micro: int, engine: LoopEngine, collate_fn: Ca
     """
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"training_data is a {type(dataset).__name__}, without a length: give each rank a DataLoader")
-    sampler = DistributedSampler(dataset, engine.comm.world_size, engine.comm.rank)
+    ranks = engine.mesh.world  # those that share layers have the same samples
+    sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank)
     on_device = engine.device.type != "cpu"
     loader = DataLoader(dataset, micro, sampler=sampler, collate_fn=collate_fn, pin_memory=on_device)
     loader.data_sampler = sampler  # DeepSpeed's name

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from hf_zero.config import ZeroConfig
 from hf_zero.config.builders import build_optimizer, build_scheduler
 from hf_zero.config.consistency import hidden_size_of, resolve_auto
-from hf_zero.deepspeed.batches import make_loader, settle
+from hf_zero.deepspeed.batches import make_loader, resolve
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.plain_loop import shard
@@ -68,18 +68,19 @@ def initialize(
     if resolved.source == "defaults":
         raise ZeroConfigError("no configuration: pass config=, or --deepspeed_config FILE on the command line")
     init_distributed()
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    batches = settle(resolved.config, world_size)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = max(1, ranks // resolved.config.tp_size)  # that have batches of their own
+    batches = resolve(resolved.config, world_size)
     width = hidden_size_of(getattr(model, "config", None))
-    settled = resolve_auto(resolved.config, world_size=world_size, hidden_size=width)
-    made = _only("optimizer", {"optimizer=": optimizer, settled.where("optimizer"): settled.optimizer})
+    config = resolve_auto(resolved.config, world_size=world_size, hidden_size=width)
+    made = _only("optimizer", {"optimizer=": optimizer, config.where("optimizer"): config.optimizer})
     if made is not None and not isinstance(made, torch.optim.Optimizer):
         params = list(model.parameters() if model_parameters is None else model_parameters)
         made = optimizer(params) if optimizer is not None else build_optimizer(made, params)
-    scheduler = _only("scheduler", {"lr_scheduler=": lr_scheduler, settled.where("scheduler"): settled.scheduler})
+    scheduler = _only("scheduler", {"lr_scheduler=": lr_scheduler, config.where("scheduler"): config.scheduler})
     if scheduler is not None and made is None:
         raise ZeroConfigError("there is a scheduler and no optimizer: pass optimizer=, or write an optimizer section")
-    engine = shard(model, made, settled)
+    engine = shard(model, made, config)
     if scheduler is not None and not hasattr(scheduler, "step"):
         scheduler = build_scheduler(scheduler, made) if lr_scheduler is None else lr_scheduler(made)
     trained = DeepSpeedEngine(engine, made, scheduler, batches)

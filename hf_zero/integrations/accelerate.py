@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -11,13 +12,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    DynamoBackend,
     get_mixed_precision_context_manager,
 )
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
@@ -35,15 +34,24 @@ from hf_zero.config.consistency import (
     hidden_size_of,
     resolve_auto,
 )
+from hf_zero.config.origin import Origin
 from hf_zero.core import grad_norm, guard
-from hf_zero.core.build import WHOLE_MODEL_COMPILED, check_model
+from hf_zero.core.build import check_model
 from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.core.placement import STAGES, Placement
-from hf_zero.errors import ZeroConfigError, ZeroLaunchError, ZeroRuntimeError
-from hf_zero.integrations import accelerate_state
-from hf_zero.integrations.plain_loop import lone_process
-from hf_zero.launcher.environment import check_ranks_started, prepare_rank_environment, resolve_from_environment
+from hf_zero.errors import ZeroConfigError, ZeroLaunchError
+from hf_zero.integrations import accelerate_state, stock_plugins
+from hf_zero.integrations.accelerate_optimizer import ZeroOptimizer
+from hf_zero.integrations.compilation import by_layers
+from hf_zero.integrations.sequence_accelerator import SequenceAccelerator, ranks_of_a_batch, sizes_of
+from hf_zero.integrations.tensor_accelerator import TensorAccelerator
+from hf_zero.launcher.environment import (
+    check_ranks_started,
+    lone_process,
+    prepare_rank_environment,
+    resolve_from_environment,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -73,8 +81,23 @@ class ZeroPlugin:
     def __repr__(self) -> str:
         return f"ZeroPlugin(zero_stage={self.config.zero_stage}, source={self.source!r})"
 
+    def place(self, given: ParallelismConfig) -> None:
+        """Take over the sizes that accelerate's own object says. Raises ZeroConfigError where others were written."""
+        sizes, label = sizes_of(given), "ParallelismConfig"
+        for name, size in sizes.items():
+            other = getattr(self._given, name)
+            if self._given.is_set(name) and other != size:
+                raise ZeroConfigError(
+                    f"{name} is {other} ({self._given.where(name)}), but ParallelismConfig says {size}: remove one"
+                )
+        self._given = self.config = self._given.replace(origin=Origin(label=label), **sizes)
+
     def resolve(self, arguments: dict[str, Any], label: str, *, world_size: int) -> None:
-        """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts."""
+        """Compare with what `arguments` say, and replace every `auto`; raises ZeroConfigError with all conflicts.
+
+        `world_size` is the number of all ranks, of which several may share a batch.
+        """
+        world_size = max(1, world_size // ranks_of_a_batch(self._given))
         said = self._claims + argument_claims(arguments, label)
         written = [config for config in (self._given, self.launched) if config is not None]
         claims = [claim for config in written for claim in config_claims(config)] + said
@@ -108,17 +131,16 @@ def _check_no_hook(handler: DistributedDataParallelKwargs | None) -> None:
         )
 
 
-def _check_no_stand_in(prepared: Iterable[object]) -> None:
-    for item in prepared:
-        if isinstance(item, DummyOptim):
+def _check_no_stand_in(prepared: tuple) -> None:
+    stand_ins = {
+        DummyOptim: ("optimizer", "torch.optim.AdamW(model.parameters(), lr=...)"),
+        DummyScheduler: ("scheduler", "transformers.get_scheduler(...)"),
+    }
+    for kind, (section, example) in stand_ins.items():
+        if any(isinstance(item, kind) for item in prepared):
             raise ZeroConfigError(
-                "DummyOptim stands for the optimizer section of a DeepSpeed file, which only ZeroTrainer reads: make "
-                "the optimizer in the script, such as torch.optim.AdamW(model.parameters(), lr=...)"
-            )
-        if isinstance(item, DummyScheduler):
-            raise ZeroConfigError(
-                "DummyScheduler stands for the scheduler section of a DeepSpeed file, which only ZeroTrainer reads: "
-                "make the scheduler in the script, such as transformers.get_scheduler(...)"
+                f"{kind.__name__} stands for the {section} section of a DeepSpeed file, which only ZeroTrainer reads: "
+                f"make the {section} in the script, such as {example}"
             )
 
 
@@ -142,30 +164,11 @@ def _keep_in_lockstep(model: nn.Module) -> None:
             module._is_fsdp_managed_module = True
 
 
-class ZeroOptimizer(AcceleratedOptimizer):
-    """The user's optimizer as accelerate wraps it; its parameters are an engine's masters once it is `linked`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Neither placement nor a scaler: the engine has placed the masters, and scales the loss itself.
-        super().__init__(optimizer, device_placement=False, scaler=None)
-        self.linked = False
-
-    def step(self, closure=None) -> None:
-        if not self.linked:
-            raise ZeroRuntimeError(
-                "this optimizer was prepared, but no model of its parameters was: pass both to "
-                "accelerator.prepare(model, optimizer, ...)"
-            )
-        super().step(closure)
-        if self.gradient_state.sync_gradients:
-            self._is_overflow = self.optimizer._zero_owner.step_was_skipped
-
-
-class ZeroAccelerator(Accelerator):
+class ZeroAccelerator(TensorAccelerator, SequenceAccelerator):
     """`accelerate.Accelerator` with models sharded by hf_zero instead of wrapped in DDP.
 
-    Takes the arguments of `Accelerator`, and `zero_plugin` (default: what the launcher configured). Prepared models
-    stay the same objects.
+    Takes the arguments of `Accelerator`, and `zero_plugin` (default: what the launcher configured; in adopted ranks
+    also what a plugin for DeepSpeed or FSDP says). Prepared models stay the same objects.
     """
 
     reads_sections = False  # whether whoever uses it makes the optimizer and scheduler that a DeepSpeed file describes
@@ -173,20 +176,20 @@ class ZeroAccelerator(Accelerator):
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         for line in prepare_rank_environment():
             logger.info(line)
-        for name in ("deepspeed_plugin", "fsdp_plugin"):
-            if kwargs.get(name) is not None:
-                raise ZeroConfigError(
-                    f"{name} cannot be combined with ZeroAccelerator: pass its settings as zero_plugin"
-                )
-        plugin = zero_plugin or ZeroPlugin()
+        kwargs = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        written = stock_plugins.take_config(kwargs, with_own=zero_plugin is not None)
+        plugin = zero_plugin or ZeroPlugin(written)
+        parallelism = kwargs.pop("parallelism_config", None)  # accelerate would want DeepSpeed or FSDP for it
+        if parallelism is not None:
+            plugin.place(parallelism)
         asked = kwargs.get("gradient_accumulation_steps")
-        kwargs.setdefault("mixed_precision", None)
-        if kwargs["mixed_precision"] is None and plugin.config.is_set("mixed_precision"):
+        if kwargs.get("mixed_precision") is None and plugin.config.is_set("mixed_precision"):
             kwargs["mixed_precision"] = plugin.config.mixed_precision
         steps = plugin.config.gradient_accumulation_steps
         if asked is None and isinstance(steps, int) and kwargs.get("gradient_accumulation_plugin") is None:
             kwargs["gradient_accumulation_steps"] = steps
-        super().__init__(*args, **kwargs)
+        super().__init__(**kwargs)
+        stock_plugins.keep_config(self.state, written)
         check_ranks_started()
         _check_not_alone(self.num_processes)
         _check_no_hook(self.ddp_handler)
@@ -196,6 +199,7 @@ class ZeroAccelerator(Accelerator):
         plugin.resolve(claims, "Accelerator", world_size=self.num_processes)
         plugin.config = plugin.config.replace(mixed_precision=self.mixed_precision)
         self.zero_plugin = self.state.zero_plugin = plugin
+        self._share_batches(parallelism)
         # The engine runs forward under autocast, with weights that have the compute dtype already, and scales losses.
         self.native_amp, self.scaler = False, None
         self.leaves_out_state_dicts = False
@@ -222,11 +226,9 @@ class ZeroAccelerator(Accelerator):
                 self._models.append(model)
             return model
         config = self.zero_plugin.config_for(model)
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ZeroConfigError(f"{WHOLE_MODEL_COMPILED}, and leave the setting out")
         # A model that is explicitly put on the device for evaluation stays whole: ranks call reward models unevenly.
         shards_weights = STAGES[config.zero_stage].parameter is Placement.SHARDED
-        stays_whole = evaluation_mode and (not shards_weights or device_placement is True)
+        stays_whole = evaluation_mode and (not shards_weights or device_placement is True) and config.sp_size == 1
         if not stays_whole:
             check_model(model, self.device)
         if engine is not None:
@@ -237,16 +239,19 @@ class ZeroAccelerator(Accelerator):
         placement = False if sharded else device_placement
         if model in self._models:
             self._models.remove(model)
-        model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+        with contextlib.nullcontext() if stays_whole else by_layers(self.state, model):
+            model = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
         if not stays_whole:
+            self._share_out(model)
             engine = ZeroEngine(
                 model,
                 config,
                 device=self.device,
                 trainable=not evaluation_mode,
                 scaler=self._scaler,
-                mixins=mixins_for(model),
+                mixins=(*self._sequence_mixins(model), *mixins_for(model)),
             )
+            self._join_sequences(engine)
             self._scaler = self._scaler or engine.scaler  # a loss may reach several models: they share one scale
             if shards_weights:
                 _keep_in_lockstep(model)
@@ -261,7 +266,7 @@ class ZeroAccelerator(Accelerator):
             return optimizer
         if not self.reads_sections:
             _check_no_section(self.zero_plugin.config, optimizer)
-        prepared = ZeroOptimizer(optimizer)
+        prepared = ZeroOptimizer(optimizer, self.zero_plugin.config)
         self._optimizers.append(prepared)
         return prepared
 
@@ -274,6 +279,7 @@ class ZeroAccelerator(Accelerator):
         engines = self._engines()
         if optimizer.linked or not engines:
             return
+        self._follow_parts(optimizer.optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owner = next((engine for engine in engines if any(engine.owns(param) for param in params)), engines[-1])
         owner.attach_optimizer(optimizer.optimizer)
@@ -313,6 +319,10 @@ class ZeroAccelerator(Accelerator):
         engines = [engine for engine in self._engines() if any(engine.owns(param) for param in params)]
         if not engines:
             return super().clip_grad_norm_(params, max_norm, norm_type)
+        if math.isfinite(max_norm):
+            for optimizer in self._optimizers:
+                if optimizer.linked and optimizer.engine in engines:
+                    optimizer.leave_clipping_to_script(max_norm)
         if len(engines) == 1:
             return engines[0].clip_grad_norm_(max_norm, norm_type)
         norms = torch.stack([engine.clip_grad_norm_(math.inf, norm_type) for engine in engines])
@@ -360,8 +370,8 @@ class ZeroAccelerator(Accelerator):
         if not self._engines():
             return stock(output_dir)
         asynchronous = self.zero_plugin.config.async_save
-        with self.saves.save(self._engines()[0].comm, asynchronous) as later:
-            return accelerate_state.save_state(self, stock, output_dir, later)
+        with self.saves.save(self._engines()[0].comm, accelerate_state.is_main(self), asynchronous) as job:
+            return accelerate_state.save_state(self, stock, output_dir, job)
 
     def end_training(self) -> None:
         self.saves.wait()

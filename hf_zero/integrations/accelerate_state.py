@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_zero.checkpoint import commit, saving, training_state
-from hf_zero.checkpoint.background import Later, perform
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.building import Construction, built_aside
 from hf_zero.checkpoint.plan import plan_module
 from hf_zero.checkpoint.staging import on_all_ranks
@@ -36,14 +36,14 @@ def _names(index: int) -> tuple[str, str]:
 
 
 def save_state(
-    accelerator: ZeroAccelerator, stock: Callable[[str], object], output_dir: str | Path | None, later: Later | None
+    accelerator: ZeroAccelerator, stock: Callable[[str], object], output_dir: str | Path | None, job: SaveJob
 ) -> Path:
     """Have accelerate save aside, by `stock(folder)`; sharded models and their optimizers are left to us."""
-    project, comm, is_main = accelerator.project_configuration, accelerator._engines()[0].comm, _is_main(accelerator)
+    project = accelerator.project_configuration
     named_by_us = project.automatic_checkpoint_naming
     if named_by_us:
         target = Path(accelerator.project_dir, _CHECKPOINTS, f"checkpoint_{accelerator.save_iteration}")
-        on_all_ranks(comm, lambda: _check_new(target))
+        on_all_ranks(job.comm, lambda: _check_new(target))
         # Not beside it: accelerate takes everything in that folder for a checkpoint.
         built = Path(accelerator.project_dir, commit.UNCOMMITTED, target.name)
     elif output_dir is None:
@@ -51,9 +51,9 @@ def save_state(
     else:
         target, built = Path(output_dir), None
     final = target.resolve()  # a link stays, and what it leads to is replaced
-    with built_aside(final, comm, is_main, later, built) as construction:
+    with built_aside(final, job, built) as construction:
         with _without_ours(accelerator), contextlib.ExitStack() as stack:
-            save = functools.partial(_save_models, accelerator, construction, later)
+            save = functools.partial(_save_models, construction, job)
             stack.callback(accelerator.register_save_state_pre_hook(save).remove)
             stack.callback(setattr, project, "automatic_checkpoint_naming", named_by_us)
             project.automatic_checkpoint_naming = False
@@ -70,17 +70,10 @@ def _check_new(target: Path) -> None:
         )
 
 
-def _save_models(
-    accelerator: ZeroAccelerator,
-    construction: Construction,
-    later: Later | None,
-    models: list,
-    weights: list,
-    folder: str,
-) -> None:
+def _save_models(construction: Construction, job: SaveJob, models: list, weights: list, folder: str) -> None:
     for index, model in enumerate(models):
         if engine_of(model) is not None:
-            _save_one(accelerator, model, index, folder, construction, later)
+            construction.sums += _save_one(model, index, folder, job)
     weights[:] = [weight for model, weight in zip(models, weights, strict=True) if engine_of(model) is None]
 
 
@@ -102,7 +95,7 @@ def finish_interrupted(accelerator: ZeroAccelerator, input_dir: str | Path | Non
         elif accelerator.project_configuration.automatic_checkpoint_naming:
             commit.finish_run(Path(accelerator.project_dir), Path(accelerator.project_dir, _CHECKPOINTS))
 
-    on_all_ranks(accelerator._engines()[0].comm, lambda: finish() if _is_main(accelerator) else None)
+    on_all_ranks(accelerator._engines()[0].comm, lambda: finish() if is_main(accelerator) else None)
 
 
 @contextlib.contextmanager
@@ -125,7 +118,7 @@ def _without_ours(accelerator: ZeroAccelerator) -> Iterator[None]:
         accelerator.leaves_out_state_dicts = False
 
 
-def _is_main(accelerator: ZeroAccelerator) -> bool:
+def is_main(accelerator: ZeroAccelerator) -> bool:
     """Whether this rank is to create files."""
     each_node = accelerator.project_configuration.save_on_each_node
     return accelerator.is_local_main_process if each_node else accelerator.is_main_process
@@ -136,32 +129,19 @@ def save_model(accelerator: ZeroAccelerator, model: nn.Module, folder: str | Pat
     engine = engine_of(model)
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
     plan = plan_module(model, dtype_of, max_shard_size=max_shard_size)
-    saving.stage_weights(model, plan, folder, engine.comm, _is_main(accelerator)).commit()
+    saving.stage_weights(model, plan, folder, SaveJob(comm=engine.comm, is_main=is_main(accelerator))).commit()
 
 
-def _save_one(
-    accelerator: ZeroAccelerator,
-    model: nn.Module,
-    index: int,
-    folder: str,
-    construction: Construction,
-    later: Later | None,
-) -> None:
-    engine, is_main = engine_of(model), _is_main(accelerator)
+def _save_one(model: nn.Module, index: int, folder: str, job: SaveJob) -> list[commit.Sums]:
+    """Save one sharded model and its training state; returns the checksums of their tensors by file."""
+    engine = engine_of(model)
     model_name, state_name = _names(index)
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
     plan = plan_module(model, dtype_of, max_shard_size=_ONE_FILE).renamed(model_name)
-    staged = saving.stage_weights(model, plan, folder, engine.comm, is_main, later).staged
-    sums: dict[str, dict[str, int]] = {}
-    construction.sums.append(sums)
-
-    def finish() -> None:
-        staged.commit()
-        sums.update(plan.by_file(staged.sums))
-
-    perform(finish, later)
+    staged = saving.stage_weights(model, plan, folder, job)
+    job.perform(staged.commit)
     stored = saving.exact_parameters(model, plan)
-    sums.update(save_engine(engine, folder, name=state_name, is_main=is_main, stored=stored, later=later))
+    return [staged.sums, save_engine(engine, folder, job, name=state_name, stored=stored)]
 
 
 def _load_models(models: list, folder: str) -> None:

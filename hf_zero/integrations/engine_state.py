@@ -7,26 +7,28 @@ from pathlib import Path
 from torch import nn
 
 from hf_zero.checkpoint import loading, training_state
-from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.plan import SavePlan
+from hf_zero.core import drift
 from hf_zero.core.engine import ZeroEngine
 
 
 def save_engine(
     engine: ZeroEngine,
     folder: str | Path,
+    job: SaveJob,
     *,
     name: str = training_state.STATE_NAME,
-    is_main: bool,
     stored: frozenset[int] = frozenset(),
-    later: Later | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write optimizer state and masters (but for those `stored` in the model's files); returns checksums by file."""
-    extra = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
-    sums = training_state.save_state(
-        folder, engine.buffers, engine.bindings, engine.comm, name, is_main, stored, extra, later
-    )
+    drift.mend(engine)
+    extra: dict[str, object] = {} if engine.scaler is None else {"loss_scale": engine.scaler.state_dict()}
+    if engine.homes.optimizer.courier.crosses:
+        extra["offload_step"] = engine.homes.step_place.name
+    engine.settle()
+    sums = training_state.save_state(folder, engine.buffers, engine.bindings, job, name, stored, extra)
     engine.anchor()
     return {name: sums}
 
@@ -37,6 +39,8 @@ def load_engine(engine: ZeroEngine, folder: str | Path, name: str = training_sta
     missing, extra = training_state.load_state(folder, engine.buffers, engine.bindings, engine.comm, name)
     if engine.scaler is not None and "loss_scale" in extra:
         engine.scaler.load_state_dict(extra["loss_scale"])
+    if engine.homes.optimizer.courier.crosses and "offload_step" in extra:
+        engine.homes.step_place.resume(extra["offload_step"], warns=engine.comm.rank == 0)
     return missing
 
 

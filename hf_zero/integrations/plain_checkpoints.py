@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import commit, loading
-from hf_zero.checkpoint.background import BackgroundSaves
+from hf_zero.checkpoint.background import BackgroundSaves, SaveJob
 from hf_zero.checkpoint.building import built_aside
 from hf_zero.checkpoint.held import logical_state
 from hf_zero.checkpoint.model_folder import save_folder
@@ -56,20 +56,19 @@ class LoopEngine(ZeroEngine):
         on_all_ranks(
             self.comm, lambda: plain_values.check(dict(client_state or {}), "client_state") if is_main else None
         )
-        generators = self.comm.all_gather_object(_random_states(self.device))
-        with self._saves.save(self.comm, self.config.async_save) as later:
-            with built_aside(final, self.comm, is_main, later) as construction:
+        width = self.comm.world_size // self.mesh.world.world_size  # tensor-parallel ranks draw the same numbers
+        generators = self.comm.all_gather_object(_random_states(self.device))[::width]
+        with self._saves.save(self.comm, is_main, self.config.async_save) as job:
+            with built_aside(final, job) as construction:
                 built = construction.folder
                 saved = save_folder(
                     self.model,
                     built,
-                    self.comm,
-                    is_main,
+                    job,
                     functools.partial(_write_rest, self.model),
                     compute_dtype=self.config.zero3_save_16bit_model,
-                    later=later,
                 )
-                state = engine_state.save_engine(self, built, is_main=is_main, stored=saved.exact, later=later)
+                state = engine_state.save_engine(self, built, job, stored=saved.exact)
                 construction.sums += [saved.sums, state]
                 if is_main:
                     plain_values.write(built / RANDOM_STATES_NAME, generators)
@@ -80,7 +79,8 @@ class LoopEngine(ZeroEngine):
 
         The folder is what `save_pretrained` would write (of a model that is not transformers' or PEFT's: safetensors).
         """
-        save_folder(self.model, folder, self.comm, self.comm.rank == 0, functools.partial(_write_rest, self.model))
+        job = SaveJob(comm=self.comm, is_main=self.comm.rank == 0)
+        save_folder(self.model, folder, job, functools.partial(_write_rest, self.model))
 
     def _check_readable(self) -> None:
         """Raise where a weight has no master, and `load_checkpoint` could not read it from the model's files."""
@@ -123,10 +123,11 @@ class LoopEngine(ZeroEngine):
         else:
             engine_state.load_rest(self, self.model, final, missing)
         generators = found.get(RANDOM_STATES_NAME, [])
-        if self.comm.rank < len(generators):
-            _restore_random_states(generators[self.comm.rank], self.device)
+        rank = self.mesh.world.rank
+        if rank < len(generators):
+            _restore_random_states(generators[rank], self.device)
         else:
-            logger.warning(f"{final} has no random state of rank {self.comm.rank}: its generators stay as they are")
+            logger.warning(f"{final} has no random state of rank {rank}: its generators stay as they are")
         return found.get(CLIENT_STATE_NAME, {})
 
     def wait_for_checkpoint(self) -> None:

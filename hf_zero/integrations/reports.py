@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.integrations.callbacks import ZeroMemoryCallback, ZeroStepReport
-from hf_zero.planning.measure import MEMORY_FOLDER
+from hf_zero.integrations.run_report import ZeroRunReport
+from hf_zero.tools.memory import MEMORY_FOLDER
 
 
 class ZeroReportMixin:
@@ -18,17 +19,21 @@ class ZeroReportMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.accelerator.zero_plugin.config
+        memory = os.environ.get(MEMORY_FOLDER)
+        if memory is None and (getattr(self.args, "zero_memory_report", False) or config.report):
+            memory = str(Path(self.args.output_dir) / "zero_memory")
+        page = ZeroRunReport(config, Path(memory)) if config.report else None
         self.zero_step_report = ZeroStepReport(
-            details=bool(config.steps_per_print or config.wall_clock_breakdown),
-            times=config.wall_clock_breakdown,
+            details=bool(config.steps_per_print or config.wall_clock_breakdown or config.report),
+            times=config.wall_clock_breakdown or config.report,
             steps_per_print=config.steps_per_print,
+            each=None if page is None else page.add,
         )
         self.add_callback(self.zero_step_report)
-        folder = os.environ.get(MEMORY_FOLDER)
-        if folder is None and getattr(self.args, "zero_memory_report", False):
-            folder = str(Path(self.args.output_dir) / "zero_memory")
-        if folder is not None:
-            self.add_callback(ZeroMemoryCallback(folder))
+        self.zero_memory = None if memory is None else ZeroMemoryCallback(memory)
+        for callback in (self.zero_memory, page):
+            if callback is not None:
+                self.add_callback(callback)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.zero_step_report.count_tokens(inputs)
@@ -37,4 +42,8 @@ class ZeroReportMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs.update(self.zero_step_report.logs())
+            if self.accelerator.zero_plugin.config.report:
+                logs.update(
+                    {f"zero_memory/{kind}": count for kind, count in self.zero_memory.categories.items() if count}
+                )
         super().log(logs, *args, **kwargs)

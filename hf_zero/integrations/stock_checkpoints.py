@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 
 from hf_zero.checkpoint.staging import on_all_ranks
-from hf_zero.checkpoint.state_checks import Groups, check_kinds
+from hf_zero.checkpoint.state_checks import Groups, check_kinds, check_whole
 from hf_zero.checkpoint.training_state import members_of
-from hf_zero.convert import deepspeed, fsdp
-from hf_zero.convert.pickles import load
+from hf_zero.core.binding import Binding
 from hf_zero.core.engine import ZeroEngine
-from hf_zero.core.optimizer import Binding
 from hf_zero.errors import ZeroCheckpointError
 
 
@@ -32,6 +30,8 @@ def find(folder: Path) -> bool:
     """
     if (folder / OPTIMIZER_NAME).is_file():
         return True
+    from hf_zero.convert import deepspeed, fsdp
+
     system = "DeepSpeed" if deepspeed.find(folder) is not None else "FSDP" if fsdp.find(folder) else None
     if system is not None:
         raise ZeroCheckpointError(
@@ -45,6 +45,8 @@ def load_optimizer(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
 
     Raises ZeroCheckpointError on all ranks where it does not fit the optimizer of this run.
     """
+    from hf_zero.convert.pickles import load
+
     schedule: dict[str, Any] = {}
 
     def read() -> None:
@@ -59,6 +61,7 @@ def load_optimizer(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
 
 def load_scaler(engine: ZeroEngine, folder: Path) -> None:
     """Take over the loss scale of torch's gradient scaler, where there is one; a collective."""
+    from hf_zero.convert.pickles import load
 
     def read() -> None:
         saved = load(folder / SCALER_NAME)
@@ -87,11 +90,18 @@ def _by_name(state: Mapping[str, Any], binding: Binding, members: Groups, path: 
         shapes = {name: param.shape for name, param in zip(names, binding.groups[number], strict=True)}
         options = {key: value for key, value in group.items() if key not in {*_IMPLEMENTATION, _NAMES, "params"}}
         found = set()
+        whole: dict[int, set[str]] = {}  # by the number of dimensions
         for parameter, index in zip(written, group["params"], strict=True):
             kinds = state["state"].get(index, {})
+            if binding.owned[number]:  # whole matrices have states of any shape
+                values[parameter] = dict(kinds)
+                whole.setdefault(len(shapes[parameter]), set()).update(kinds)
+                continue
             values[parameter] = {k: _fitted(v, shapes[parameter], parameter, path) for k, v in kinds.items()}
             found |= {kind for kind, value in kinds.items() if isinstance(value, Tensor) and value.dim() > 0}
         check_kinds(found, binding.optimizer, options, path)
+        for dims, kinds in whole.items():
+            check_whole(kinds, dims, binding.optimizer, binding.optimizer.param_groups[number], path)
         groups.append({**options, "params": names})
     return {"state": values, "param_groups": groups}
 

@@ -15,7 +15,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from hf_zero.checkpoint import commit, loading, training_state
-from hf_zero.checkpoint.background import Later
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.building import built_aside
 from hf_zero.checkpoint.model_folder import SavedFolder, save_folder
 from hf_zero.checkpoint.staging import on_all_ranks
@@ -33,8 +33,7 @@ class ZeroCheckpointMixin:
     """The part of `ZeroTrainerMixin` that saves and loads."""
 
     _saved: SavedFolder | None = None  # of the checkpoint that is being written
-    _later: Later | None = None  # what a thread is to do of it
-    _under_construction = False
+    _job: SaveJob | None = None  # what writes it
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -47,11 +46,9 @@ class ZeroCheckpointMixin:
         self._saved = save_folder(
             self.model,
             output_dir or self.args.output_dir,
-            engine.comm,
-            self.args.should_save,
+            self._job or SaveJob(comm=engine.comm, is_main=self.args.should_save),
             lambda folder, state_dict: self._save(folder, state_dict=state_dict),
             compute_dtype=engine.config.zero3_save_16bit_model,
-            later=self._later,
         )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -61,19 +58,15 @@ class ZeroCheckpointMixin:
         if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        saved = self._saved
-        assert saved is not None, "the model is saved before the optimizer"
-        saved.sums.update(
-            engine_state.save_engine(
-                engine, output_dir, is_main=self.args.should_save, stored=saved.exact, later=self._later
-            )
-        )
+        saved, job = self._saved, self._job
+        assert saved is not None and job is not None, "the model is saved before the optimizer"
+        saved.sums.update(engine_state.save_engine(engine, output_dir, job, stored=saved.exact))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _get_output_dir(self, trial: Any) -> str:
         run_folder = super()._get_output_dir(trial)
-        return os.path.join(run_folder, commit.UNCOMMITTED) if self._under_construction else run_folder
+        return os.path.join(run_folder, commit.UNCOMMITTED) if self._job is not None else run_folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Build the checkpoint aside, and give it its name when every rank has written its part.
@@ -87,10 +80,11 @@ class ZeroCheckpointMixin:
         run_folder = super()._get_output_dir(trial)
         final = commit.step_folder(Path(run_folder), self.state.global_step)
         writes = self.args.should_save
-        with self.accelerator.saves.save(engine.comm, self.accelerator.zero_plugin.config.async_save) as later:
+        asynchronous = self.accelerator.zero_plugin.config.async_save
+        with self.accelerator.saves.save(engine.comm, writes, asynchronous) as job:
             on_all_ranks(engine.comm, lambda: _clear(final.parent) if writes else None)
-            with built_aside(final, engine.comm, writes, later) as construction:
-                self._build_checkpoint(model, trial, later)
+            with built_aside(final, job) as construction:
+                self._build_checkpoint(model, trial, job)
                 best = self.state.best_model_checkpoint
                 if best is not None and Path(best) == construction.folder:
                     self.state.best_model_checkpoint = os.path.join(run_folder, final.name)
@@ -108,16 +102,16 @@ class ZeroCheckpointMixin:
             self.accelerator.saves.wait()  # an upload reads the finished folder
             super()._push_from_checkpoint(str(final))
 
-    def _build_checkpoint(self, model: nn.Module, trial: Any, later: Later | None) -> None:
+    def _build_checkpoint(self, model: nn.Module, trial: Any, job: SaveJob) -> None:
         """Have Trainer save where the checkpoint is built."""
-        self._under_construction, self._later = True, later
+        self._job = job
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._under_construction, self._later = False, None
+            self._job = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._under_construction:
+        if self._job is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

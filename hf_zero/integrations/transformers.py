@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.training_args import OptimizerNames
 
 from hf_zero.config.arguments import ZERO_ARGUMENTS
 from hf_zero.config.builders import build_optimizer, build_scheduler
+from hf_zero.config.optimizers import check_optim
 from hf_zero.config.options import OPTIONS
-from hf_zero.errors import ZeroConfigError
+from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.core.tiled_loss import tiled_loss_of
+from hf_zero.errors import ZeroConfigError, ZeroRuntimeError
 from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
 from hf_zero.integrations.reports import ZeroReportMixin
+from hf_zero.integrations.sequence_trainer import SequenceTrainerMixin
+from hf_zero.integrations.tensor_accelerator import TensorTrainerMixin
 from hf_zero.integrations.trainer_checkpoints import ZeroCheckpointMixin
 from hf_zero.launcher.environment import has_accelerator, prepare_rank_environment
 
@@ -51,6 +59,10 @@ class ZeroArgumentsMixin:
             "help": "Write what each rank holds after every step to output_dir/zero_memory, and compare with the plan."
         },
     )
+    zero_report: bool | None = _given("report")
+    zero_sp_size: int | None = _given("sp_size")
+    zero_cp_size: int | None = _given("cp_size")
+    zero_tp_size: int | None = _given("tp_size")
     zero_no_sync: str | None = _given("no_sync")
     zero_async_save: bool | None = _given("async_save")
     zero_offload_optimizer_device: str | None = _given("offload_optimizer_device")
@@ -59,6 +71,11 @@ class ZeroArgumentsMixin:
     zero_offload_optimizer_max_in_cpu: int | None = _given("offload_optimizer_max_in_cpu")
     zero_offload_param_device: str | None = _given("offload_param_device")
     zero_offload_param_nvme_path: str | None = _given("offload_param_nvme_path")
+    zero_offload_activations_device: str | None = _given("offload_activations_device")
+    zero_offload_activations_nvme_path: str | None = _given("offload_activations_nvme_path")
+    zero_unit_size: int | None = _given("unit_size")
+    zero_tile_loss: int | None = _given("tile_loss")
+    zero_tile_mlp: int | None = _given("tile_mlp")
 
     def __post_init__(self) -> None:
         with configuring(self):
@@ -104,7 +121,10 @@ def resolved_plugin(args: TrainingArguments) -> ZeroPlugin:
 def _plugin_of(args: TrainingArguments) -> ZeroPlugin:
     found = {field: getattr(args, name, None) for name, field in ZERO_ARGUMENTS.items()}
     given = {field: value for field, value in found.items() if value is not None}
-    return ZeroPlugin(getattr(args, "zero_config", None), **given)
+    plugin = ZeroPlugin(getattr(args, "zero_config", None), **given)
+    if args.parallelism_config is not None:
+        plugin.place(args.parallelism_config)
+    return plugin
 
 
 def _resolve(args: TrainingArguments, plugin: ZeroPlugin) -> None:
@@ -118,7 +138,7 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
     """`transformers.TrainingArguments` with hf_zero's fields; `deepspeed=` is read as hf_zero's configuration."""
 
 
-class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
+class ZeroTrainerMixin(ZeroReportMixin, TensorTrainerMixin, SequenceTrainerMixin, ZeroCheckpointMixin):
     """Put before any Trainer class, it trains that class's models under ZeRO: `class T(ZeroTrainerMixin, SFTTrainer)`.
 
     What `ZeroTrainingArguments` (or others with `ZeroArgumentsMixin`) say of the configuration wins over the launcher.
@@ -126,7 +146,9 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_args = super()._build_accelerator_args(**kwargs)
-        return self._accelerator_args
+        stock = dict(self._accelerator_args)  # for an Accelerator that ours replaces
+        stock.pop("parallelism_config", None)
+        return stock
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -142,11 +164,58 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
         if not (self.accelerator.zero_plugin.config.zero_stage == 3 and self.accelerator.num_processes > 1):
             super()._move_model_to_device(model, device)
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        except RuntimeError as error:
+            engine = engine_of(self.model)
+            if self.args.auto_find_batch_size and engine is not None and should_reduce_batch_size(error):
+                _shrink_together(engine, error)
+            raise
+
+    # -- the loss in tiles ------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        tiles = tiled_loss_of(model)
+        if tiles is None or not (model.training or tiles.in_evaluation):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self.compute_loss_func is not None:
+            raise ZeroConfigError(
+                "compute_loss_func is called with whole logits, and there are none: leave zero_tile_loss out, or it"
+            )
+        smoother = self.label_smoother
+        if smoother is None or "labels" not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if tiles.name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            raise ZeroConfigError(
+                f"label_smoothing_factor: Trainer does not shift the labels of {tiles.name}, which transformers does "
+                "not list as a causal language model, so its smoothed loss is another one: leave zero_tile_loss out"
+            )
+        self.label_smoother, tiles.label_smoothing = None, smoother.epsilon  # so that the model gets the labels
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother, tiles.label_smoothing = smoother, 0.0
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        tiles = tiled_loss_of(model)
+        if tiles is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        tiles.in_evaluation = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            tiles.in_evaluation = False
+
     # -- DeepSpeed's optimizer and scheduler sections -----------------------------------------------------------------
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         config = self.accelerator.zero_plugin.config
         if config.optimizer is None or self.optimizer is not None:
+            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+                check_optim(OptimizerNames(self.args.optim).value)
             return super().create_optimizer(*args, **kwargs)
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = build_optimizer(
@@ -172,6 +241,22 @@ class ZeroTrainerMixin(ZeroReportMixin, ZeroCheckpointMixin):
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+
+def _shrink_together(engine: ZeroEngine, error: RuntimeError) -> None:
+    """Let Trainer begin anew with smaller batches where all ranks do so, after the same collectives.
+
+    Raises ZeroRuntimeError where they do not: a rank that goes on with its pass waits for those that have given it up.
+    """
+    place = f"giving up a batch size after {engine.comm.traffic.calls.total()} collectives"
+    try:
+        engine.comm.meet(place, engine.config.hang_timeout_s)
+    except ZeroRuntimeError:
+        # Not with the words of `error`, by which Trainer would know it as one that smaller batches help against.
+        raise ZeroRuntimeError(
+            f"auto_find_batch_size: rank {engine.comm.rank} has no memory left, and not every rank has come to that "
+            "at the same place, so they cannot try a smaller batch together: lower per_device_train_batch_size"
+        ) from error
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

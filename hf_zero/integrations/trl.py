@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from hf_zero.core import guard
@@ -23,6 +22,14 @@ from hf_zero.core.unit import Unit, gathered_parameters
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.transformers import ZeroArgumentsMixin, ZeroTrainerMixin, resolved_plugin
 from hf_zero.integrations.zero_init import zero_init
+from hf_zero.tools.requirements import check_release
+
+
+try:
+    from trl.distributed import DistributedBackend
+except ImportError:  # an older release: say which ones there are
+    check_release("trl", extra="trl")
+    raise
 
 
 __all__ = [
@@ -52,6 +59,11 @@ class ZeroDistributedBackend(DistributedBackend):
     """
 
     def __init__(self, accelerator: Accelerator, gather: str = "auto") -> None:
+        for name in ("tp_size", "sp_size", "cp_size"):
+            if getattr(accelerator.zero_plugin.config, name) > 1:
+                raise ZeroConfigError(
+                    f"{name}: trainers that generate need ranks with batches of their own: set it to 1"
+                )
         super().__init__(accelerator)
         self.gather = gather
         self._streamed: Unit | None = None

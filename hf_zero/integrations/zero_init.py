@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
 from hf_zero.checkpoint.provenance import Run, Tracer
 from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.comm import dtensors
 from hf_zero.core import deferred
 from hf_zero.errors import ZeroCheckpointError, ZeroConfigError, first_few
 from hf_zero.integrations.accelerate import ZeroPlugin
+from hf_zero.integrations.releases import load_into
 from hf_zero.lazy_init.recorder import Recorder
 
 
@@ -68,15 +69,16 @@ class _Loader:
     stock: Callable[..., tuple]
     allow_missing: tuple[str, ...]
 
-    def __call__(self, model, state_dict, checkpoint_files, load_config, expected_keys=None):
+    def __call__(self, model, state_dict, checkpoint_files, load_config, *keys):
         if load_config.is_quantized:
             raise ZeroConfigError(
-                "quantized weights cannot be sharded: load them without zero_init "
-                "(`zero3_init_flag: false`) for a model that is not trained"
+                "quantized weights cannot be read in slices: load them without zero_init (`zero3_init_flag: false`), "
+                "whole on every rank. They are sharded when the model is prepared"
             )
         sliced = state_dict is None and all(str(file).endswith(".safetensors") for file in checkpoint_files or [""])
-        if not sliced:
-            info = self.stock(model, state_dict, checkpoint_files, load_config, expected_keys)
+        in_parts = any(map(dtensors.is_dtensor, model.parameters()))  # of which each rank reads its own
+        if in_parts or not sliced:
+            info = self.stock(model, state_dict, checkpoint_files, load_config, *keys)
         else:
             info = _load_deferred(model, checkpoint_files, load_config), None
         _check_missing(model, info[0], self.allow_missing)
@@ -90,13 +92,13 @@ def _load_deferred(model: PreTrainedModel, checkpoint_files: list[str], load_con
     tracer = Tracer()
     stand_ins = {name: tracer.source(name, *layout.tensors[name]) for name, (_, layout) in homes.items()}
     with tracer, _one_thread():
-        info, _ = convert_and_load_state_dict_in_model(model, stand_ins, load_config)
+        info = load_into(model, stand_ins, load_config)
     conversions = model._weight_conversions
     computed = _drop_computed(model, tracer)
     if computed:
         # Values that a converter computes: loaded whole, on every rank, from the tensors that they come from.
         with _one_thread():
-            convert_and_load_state_dict_in_model(model, {name: _read(homes, name) for name in computed}, load_config)
+            load_into(model, {name: _read(homes, name) for name in computed}, load_config)
     model._weight_conversions = conversions
     _replace_stand_ins(model, tracer, homes)
     return info
@@ -147,7 +149,8 @@ class FileSource:
             part = run.cut(start, start + target.numel())
             if part is not None:
                 path, layout = self.homes[part.name]
-                layout.read(path, [(part.name, part.start, target[part.at : part.at + part.numel])])
+                parts = [(part.name, part.start, target[part.at : part.at + part.numel])]
+                layout.read(path, parts, coming=parts)
 
 
 def _read(homes: dict[str, tuple[Path, SlicedFile]], name: str) -> Tensor:

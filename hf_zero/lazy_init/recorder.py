@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 def _overloads(names: str) -> set:
     packets = [getattr(_aten, name) for name in names.split()]
     found = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
-    return {func for func in found if torch.Tag.out not in func.tags}
+    return {func for func in found if not any(argument.is_out for argument in func._schema.arguments)}
 
 
 _EMPTY = _overloads("empty empty_strided empty_like new_empty new_empty_strided")
