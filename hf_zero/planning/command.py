@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich.console import Console
 
-from hf_zero.command_line import CommandParser
+from hf_zero.command_line import CommandParser, positive
 from hf_zero.config import ZeroConfig, values
 from hf_zero.config.documents import load_document
 from hf_zero.errors import ZeroError
+from hf_zero.planning.progress import Tell, shown
 
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_zero.planning.plan import Plan, Request
 
 _DTYPES = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-_OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "lion", "rmsprop", "adagrad", "sgd", "sgd_momentum")
+_ADAMS = ("adamw", "adam", "nadam", "radam")
+_OPTIMIZERS = (*_ADAMS, "lion", "rmsprop", "adagrad", "sgd", "sgd_momentum", "muon", "adafactor")
 
 
 def main(argv: Sequence[str]) -> int:
+    """0; raises ZeroError for what cannot be planned."""
     options = _parser().parse_args(argv)
-    try:
-        return _run(options)
-    except ZeroError as error:
-        print(f"hf-zero plan: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import: mistakes on the command line are told before.
     checked = _checked(options)
-    with Console(stderr=True).status("importing torch and transformers") as status:
-        plan = _make_plan(options, checked, status.update)
+    if options.time or options.fastest:
+        return _time(options, checked)
+    with shown() as tell:
+        tell("importing torch and transformers")
+        plan = _make_plan(options, checked, tell)
     from hf_zero.planning import report
 
     measured = None
@@ -54,6 +51,36 @@ def _run(options: argparse.Namespace) -> int:
             print(measured)
     if options.write:
         report.write_yaml(plan, Path(options.write))
+    return 0
+
+
+def _time(options: argparse.Namespace, checked: dict[str, Any]) -> int:
+    """How long steps take on the machine, in place of what they need."""
+    with shown() as tell:
+        tell("importing torch and transformers")
+        from hf_zero.planning import costs, step_time, time_report
+
+        machine = costs.read_machine(options.machine)
+        if options.gpus is None and not options.config:
+            checked["gpus"] = machine.ranks_per_node
+        if options.gpu_memory is None:
+            checked["gpu_memory"] = int(machine.memory)
+        request, model = _request(options, checked, tell)
+        search = step_time.fastest if options.fastest else step_time.compare
+        paces = search(model, request, machine, tell)
+    if options.json:
+        print(time_report.to_json(paces, request, machine))
+    else:
+        time_report.print_paces(paces, request, machine)
+    best = time_report.best_of(paces)
+    if best is not None and options.tokens is not None:
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        run = step_time.whole_run(best, request, machine, options.tokens, trained)
+        time_report.print_run(run, options.tokens)
+    if best is not None and options.timeline:
+        best.timeline.write_trace(Path(options.timeline))
+    if options.write:
+        time_report.write_best(paces, request, Path(options.write))
     return 0
 
 
@@ -78,6 +105,22 @@ def _checked(options: argparse.Namespace) -> dict[str, Any]:
     for name, option in (("host_memory", "--host-memory"), ("nvme", "--nvme")):
         text = getattr(options, name)
         checked[name] = None if text is None else _bytes(option, text)
+    checked["link"] = None if options.link is None else _bandwidth(options.link)
+    if options.link is not None and options.nodes == 1:
+        raise ZeroError("--link is the way between nodes, and there is one: say how many with --nodes")
+    if options.optimizer not in _OPTIMIZERS and ":" not in options.optimizer:
+        raise ZeroError(
+            f"--optimizer {options.optimizer}: known are {', '.join(_OPTIMIZERS)}; others are given by their class: "
+            "package.module:Class"
+        )
+    timed = options.time or options.fastest
+    if not timed and (options.tokens or options.timeline):
+        raise ZeroError("--tokens and --timeline say something about steps in time: add --time or --fastest")
+    if timed and {config.offload_optimizer_device, config.offload_param_device} != {"none"}:
+        raise ZeroError(
+            "--time and --fastest do not know how long copies to the host and to disks take: leave the offload keys "
+            f"out of {options.config}"
+        )
     if options.cpu and (options.offload or checked["host_memory"] or checked["nvme"]):
         raise ZeroError(
             "--cpu: the state of CPU ranks is in host memory already; leave --offload, --host-memory and --nvme out"
@@ -85,7 +128,14 @@ def _checked(options: argparse.Namespace) -> dict[str, Any]:
     return checked
 
 
-def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Callable[[str], object]) -> Plan:
+def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Tell) -> Plan:
+    from hf_zero.planning import plan as plans
+
+    request, model = _request(options, checked, tell)
+    return plans.make_plan(model, request, tell)
+
+
+def _request(options: argparse.Namespace, checked: dict[str, Any], tell: Tell) -> tuple[Request, nn.Module]:
     from hf_zero.planning import model as models
     from hf_zero.planning import plan as plans
 
@@ -93,7 +143,7 @@ def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Calla
     request = plans.Request(batch=batch, **checked)
     lora = models.Lora(rank=options.lora, targets=tuple(options.lora_targets)) if options.lora else None
     tell(f"building {request.name} without values")
-    return plans.make_plan(_build(request, lora), request, tell)
+    return request, _build(request, lora)
 
 
 def _check_path(name: str) -> None:
@@ -107,14 +157,9 @@ def _check_path(name: str) -> None:
 
 
 def _build(request: Request, lora):
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
     from hf_zero.planning import model as models
 
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()  # its retries; the error says it in one line
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    models.silence()
     config = models.read_config(request.name)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit and request.batch.length > limit:
@@ -127,6 +172,17 @@ def _configuration(options: argparse.Namespace) -> tuple[ZeroConfig, int]:
     config, ranks = ZeroConfig(mixed_precision="bf16"), 8
     if options.config:
         config = ZeroConfig.from_any(options.config)
+        if config.tp_size > 1:
+            raise ZeroError(
+                f"tp_size is {config.tp_size} ({config.where('tp_size')}): the plan knows no tensor parallelism "
+                "yet. Set it to 1 for a plan; with it a rank keeps less of what is on every rank, and computes less"
+            )
+        for name in ("sp_size", "cp_size"):
+            if (size := getattr(config, name)) > 1:
+                raise ZeroError(
+                    f"{name} is {size} ({config.where(name)}): the plan knows no ranks that share sequences yet. Set "
+                    f"it to 1 and plan with --seq-len divided by {size}: activations are about those of the parts"
+                )
         ranks = values.to_int(load_document(options.config).data.get("num_processes", ranks))
     if options.dtype:
         config = config.replace(mixed_precision=_DTYPES[options.dtype])
@@ -147,11 +203,14 @@ def _bytes(option: str, text: str) -> int:
     return count
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+def _bandwidth(text: str) -> int:
+    """Bytes per second. Raises ZeroError for what is none: 400Gb/s are bits, and eight times less."""
+    name, _, per = text.partition("/")
+    bits = name.endswith("b")
+    count = values.byte_size(f"{name[:-1]}B" if bits else name)
+    if per != "s" or not count:
+        raise ZeroError(f"--link {text}: write bytes or bits per second, such as 50GB/s or 400Gb/s")
+    return count // 8 if bits else count
 
 
 def _parser() -> CommandParser:
@@ -163,8 +222,14 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a local folder, a config.json, or a name on the hub")
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpus", type=_positive, help="GPUs of a node (default: num_processes of --config, else 8)")
-    machine.add_argument("--nodes", type=_positive, default=1)
+    machine.add_argument("--gpus", type=positive, help="GPUs of a node (default: num_processes of --config, else 8)")
+    machine.add_argument("--nodes", type=positive, default=1)
+    machine.add_argument(
+        "--link",
+        metavar="RATE",
+        help="bandwidth of one node's way to the others, such as 50GB/s or 400Gb/s: also plans what several nodes can "
+        "keep to themselves (see docs/nodes.md), and chooses by what goes over it",
+    )
     machine.add_argument(
         "--gpu-memory",
         metavar="SIZE",
@@ -173,18 +238,15 @@ def _parser() -> CommandParser:
     machine.add_argument(
         "--offload",
         action="store_true",
-        help="show what each stage would need with its state in host memory or on disk (predicted: this version does "
-        "not offload)",
+        help="show what each stage needs with its state in host memory or on disk (not run on a GPU yet)",
     )
     machine.add_argument("--host-memory", metavar="SIZE", help="host memory of one node; shows offload to it")
     machine.add_argument("--nvme", metavar="SIZE", help="free disk of one node; shows offload to it and to the host")
     machine.add_argument("--cpu", action="store_true", help="plan for CPU ranks (gloo) instead of GPUs (NCCL)")
     training = parser.add_argument_group("training")
-    training.add_argument(
-        "--micro-batch", type=_positive, default=1, metavar="ROWS", help="rows per rank (default: 1)"
-    )
-    training.add_argument("--seq-len", type=_positive, default=2048, metavar="TOKENS", help="(default: 2048)")
-    training.add_argument("--gradient-accumulation-steps", type=_positive, default=1, metavar="N")
+    training.add_argument("--micro-batch", type=positive, default=1, metavar="ROWS", help="rows per rank (default: 1)")
+    training.add_argument("--seq-len", type=positive, default=2048, metavar="TOKENS", help="(default: 2048)")
+    training.add_argument("--gradient-accumulation-steps", type=positive, default=1, metavar="N")
     training.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -192,10 +254,28 @@ def _parser() -> CommandParser:
         help="plan only with, or only without (default: both)",
     )
     training.add_argument("--dtype", choices=sorted(_DTYPES), help="(default: of --config, else bf16)")
-    training.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
-    training.add_argument("--lora", type=_positive, metavar="RANK", help="train LoRA adapters of this rank only")
+    training.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        default="adamw",
+        help=f"{', '.join(_OPTIMIZERS)} (default: adamw), or the class of another as package.module:Class, which is "
+        "tried",
+    )
+    training.add_argument("--lora", type=positive, metavar="RANK", help="train LoRA adapters of this rank only")
     training.add_argument("--lora-targets", nargs="+", default=[], metavar="NAME", help="(default: peft's choice)")
     training.add_argument("--config", metavar="FILE", help="Accelerate YAML or DeepSpeed JSON to plan with")
+    time = parser.add_argument_group("time")
+    time.add_argument("--time", action="store_true", help="predict how long a step takes, and what it waits for")
+    time.add_argument("--fastest", action="store_true", help="the same, with as many rows per micro-batch as fit")
+    time.add_argument(
+        "--machine",
+        default="h100",
+        metavar="NAME",
+        help="a machine of docs/step_time.md, or a YAML file such as `hf-zero doctor --calibrate FILE` writes "
+        "(default: h100)",
+    )
+    time.add_argument("--tokens", type=float, metavar="N", help="days, GPU-hours and saves of a run on N tokens")
+    time.add_argument("--timeline", metavar="FILE", help="write the fastest step for Perfetto or chrome://tracing")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--write", metavar="FILE", help="write the recommended stage as an Accelerate YAML")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from hf_zero.core.binding import Binding
 from hf_zero.core.engine import engine_of
 from hf_zero.planning.model import BatchShape, skeleton
+from hf_zero.planning.optimizers import Kept, tried
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import memory_report
 
@@ -23,6 +28,9 @@ class Comparison:
     measured_resident: int
     predicted_peak: int
     measured_peak: int
+    predicted_kinds: dict[str, int]  # between steps
+    measured_kinds: dict[str, int]
+    predicted_peak_kinds: dict[str, int]
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -41,14 +49,13 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(model: nn.Module, inputs: dict[str, Tensor], *, measured_peak: int, accumulation: int) -> Comparison:
-    """Plan for a model that has trained with such inputs (on meta), between two of its steps. No communication.
+def compare(model: nn.Module, inputs: dict[str, Any], *, measured_peak: int, accumulation: int) -> Comparison:
+    """Plan for a model that has trained with such inputs (tensors on meta), between two steps. No communication.
 
     Raises PlanError where the model cannot be traced.
     """
     engine = engine_of(model)
     assert engine is not None
-    states = max((_flat_states(state) for o in engine.optimizers for state in o.state.items()), default=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23
         checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
@@ -58,20 +65,61 @@ def compare(model: nn.Module, inputs: dict[str, Tensor], *, measured_peak: int, 
         batch=BatchShape(rows=0, length=0),
         checkpointing=checkpointing,
         accumulation=accumulation,
-        optimizer_states=states,
+        kept=_kept(engine.bindings),
         backend="nccl" if engine.device.type == "cuda" else "gloo",
     )
-    footprint = trace(skeleton(model), scenario, inputs)
+    bare = skeleton(model)
+    with _left_alone(model):
+        footprint = trace(bare, scenario, inputs)
+    measured = memory_report(model)
     return Comparison(
         stage=engine.config.zero_stage,
         world_size=engine.comm.world_size,
         predicted_resident=footprint.resident_bytes,
-        measured_resident=memory_report(model).state_bytes,
+        measured_resident=measured.state_bytes,
         predicted_peak=footprint.peak_bytes,
         measured_peak=measured_peak,
+        predicted_kinds=footprint.resident,
+        measured_kinds=measured.categories,
+        predicted_peak_kinds=footprint.peak,
     )
 
 
-def _flat_states(entry: tuple[Tensor, dict]) -> int:
-    weight, state = entry
+@contextlib.contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Have calls of the model itself fail inside: it would communicate, and other ranks would not.
+
+    A function that somebody has put around its `forward` stands in the copy as well, and may know the original.
+    """
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise RuntimeError("its forward was replaced by a function that calls the model that was copied")
+
+    hooks = [module.register_forward_pre_hook(fail, prepend=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _kept(bindings: Iterable[Binding]) -> Kept:
+    """What the optimizers of a run keep; those that step whole matrices are tried."""
+    flat, whole, vectors = 0, None, False
+    for binding in bindings:
+        optimizer = binding.optimizer
+        described = zip(optimizer.param_groups, binding.groups, binding.shards, binding.owned, strict=True)
+        for options, params, shards, is_whole in described:
+            if not is_whole:
+                flat = max(
+                    [flat, *(_flat_states(each.weight, optimizer.state.get(each.weight, {})) for each in shards)]
+                )
+                continue
+            vectors = vectors or any(param.dim() <= 1 for param in params)
+            if whole is None or any(param.dim() > 1 for param in params):
+                whole = tried(optimizer, options)
+    return Kept(flat=flat, whole=whole, vectors=vectors)
+
+
+def _flat_states(weight: Tensor, state: Mapping[str, object]) -> int:
     return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in state.values())

@@ -11,10 +11,7 @@ from pathlib import Path
 
 from hf_zero.planning.compare import Comparison
 from hf_zero.planning.model import PlanError
-
-
-# Where a Trainer writes its memory report, whatever its arguments say.
-MEMORY_FOLDER = "HF_ZERO_MEMORY_FOLDER"
+from hf_zero.tools.memory import MEMORY_FOLDER
 
 
 def measure(command: list[str], *, config: str | None, ranks: int) -> Comparison:

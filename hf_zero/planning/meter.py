@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.planning.remembered import Remembered
+
 
 ACTIVATIONS = "activations"
 
@@ -68,13 +70,19 @@ class StorageMeter(TorchDispatchMode):
     without an operation (`resize_`) are read from `resizable` before every look.
 
     Args:
-        elsewhere: categories that `peak_without` leaves out.
+        without: categories that the peak leaves out.
+
+    Attributes:
+        watches: whether peaks are looked for.
     """
 
-    def __init__(self, elsewhere: Iterable[str] = ()) -> None:
+    _run = Remembered()
+
+    def __init__(self, without: Iterable[str] = ()) -> None:
         super().__init__()
+        self.watches = True
         self.live: Counter[str] = Counter()
-        self.peak, self.peak_without = Peak(), Peak(elsewhere)
+        self.peak = Peak(without)
         self.resizable: Callable[[], Iterable[Tensor]] = tuple
         self.before_peak: Callable[[], None] = tuple  # last chance to label what is live
         self.logits_width = 0
@@ -83,18 +91,22 @@ class StorageMeter(TorchDispatchMode):
         self._seen = 0
         self._closed = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here, and saying so at each operation costs more than the operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return True  # "are all of these ones (a mask without padding)?" is what models ask of values
         if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "meta":
             out = _grouped_mm(*args, **(kwargs or {}))
         else:
-            out = func(*args, **(kwargs or {}))
+            out = self._run(func, args, kwargs or {})
         grown = False
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, Tensor):
                 grown = self._see(value) or grown
-        if grown:
+        if grown and self.watches:
             self._look()
         return out
 
@@ -124,8 +136,7 @@ class StorageMeter(TorchDispatchMode):
             if entry.category == category:
                 continue
             if entry.category == ACTIVATIONS:
-                for peak in (self.peak, self.peak_without):
-                    peak.relabel(entry.born, entry.nbytes, category)
+                self.peak.relabel(entry.born, entry.nbytes, category)
             self.live[entry.category] -= entry.nbytes
             entry.category, entry.nbytes = category, tensor.untyped_storage().nbytes()
             self.live[category] += entry.nbytes
@@ -141,22 +152,19 @@ class StorageMeter(TorchDispatchMode):
 
     def _look(self) -> None:
         self.refresh()
-        peaks = (self.peak, self.peak_without)
         if not self._closed:
             self.before_peak()
             self._closed = True
-            for peak in peaks:
-                peak.close()
-        if all(peak.take(self.live).total() <= peak.nbytes for peak in peaks):
+            self.peak.close()
+        if self.peak.take(self.live).total() <= self.peak.nbytes:
             return
         self.before_peak()
-        for peak in peaks:
-            if peak.take(self.live).total() > peak.nbytes:
-                peak.record(self._seen, self.live)
+        if self.peak.take(self.live).total() > self.peak.nbytes:
+            self.peak.record(self._seen, self.live)
         self._closed = False
 
     def reset_peak(self) -> None:
-        self.peak, self.peak_without = Peak(), Peak(self.peak_without.without)
+        self.peak = Peak(self.peak.without)
         self._closed = True
 
 

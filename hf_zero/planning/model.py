@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub.utils
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_zero.core import guard
 from hf_zero.core.engine import engine_of
 from hf_zero.errors import ZeroError
 
@@ -23,6 +26,13 @@ META = torch.device("meta")
 
 class PlanError(ZeroError, ValueError):
     """A plan that cannot be made; one line that says why and what to do."""
+
+
+def silence() -> None:
+    """Keep the libraries from saying what our own messages say in one line: warnings, the hub's retries."""
+    transformers.utils.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def read_config(name: str) -> PreTrainedConfig:
@@ -108,12 +118,17 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a prepared model on the meta device, not prepared: its modules and shapes, without a value of it."""
+    """A copy of a prepared model on the meta device, not prepared: its modules and shapes, without a value of it.
+
+    Raises PlanError for packed weights, which their libraries read by kernels that need values.
+    """
     engine = engine_of(model)
     assert engine is not None
     dtypes = {param: buffer.original_dtype for buffer in engine.buffers for param in buffer.params}
     memo: dict[int, object] = {}
-    for param in model.parameters():
+    for name, param in model.named_parameters():
+        if guard.is_packed(param):
+            raise PlanError(f"'{name}' is quantised ({type(param).__name__}): such models are not planned")
         bare = torch.empty(param.shape, dtype=dtypes[param], device=META)
         memo[id(param)] = nn.Parameter(bare, requires_grad=param.requires_grad)
     for buffer in model.buffers():

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planning.homes import ON_DEVICE, Home, Homes, offloaded_homes
+from hf_zero.core.placement import Place
+from hf_zero.errors import ZeroConfigError
 from hf_zero.planning.model import BatchShape
-from hf_zero.planning.offload import offload
-from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, OPTIMIZER_STATES, Footprint, Scenario, trace
+from hf_zero.planning.optimizers import kept_by
+from hf_zero.planning.places import ON_DEVICE, Places, offloaded_places
+from hf_zero.planning.progress import Tell, silent
+from hf_zero.planning.spread import ALL_RANKS, Spread, spreads
+from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, Footprint, Scenario, trace
 from hf_zero.planning.units import size
 
 
 # Kept free of a device's memory: driver, kernels' workspaces, and what the caching allocator cannot fill; and of the
 # host's: the processes themselves, data loading, the page cache.
 HEADROOM = 0.10
+# What is planned with besides where activations do not fit: the loss in tiles costs nothing, MLPs are computed twice.
+_TILES = ({"tile_loss": 1024}, {"tile_loss": 1024, "tile_mlp": 1024})
 _MOST_RANKS = 4096  # where the search for a number of GPUs that is enough ends
 
 
@@ -38,6 +44,7 @@ class Request:
     offload: bool = False  # show what offload would need
     host_memory: int | None = None  # of one node; None: as much as it takes
     nvme: int | None = None  # of one node
+    link: int | None = None  # bytes per second between nodes, of one node; None: rows over all ranks only
     shares_host: bool = False  # `gpu_memory` is this machine's memory, shared by CPU ranks
 
     @property
@@ -57,6 +64,10 @@ class Request:
     def shows_offload(self) -> bool:
         return self.offload or self.host_memory is not None or self.nvme is not None
 
+    def link_seconds(self, footprint: Footprint) -> float:
+        """What a step's traffic takes between nodes, if nothing else uses the link; a node's ranks share it."""
+        return self.gpus * footprint.between_nodes / self.link if self.link else 0.0
+
     def fits(self, footprint: Footprint) -> bool:
         """Whether the peak fits the device, and what rests elsewhere the node."""
         on_host, on_disk = (self.gpus * count for count in (footprint.host_bytes, footprint.disk_bytes))
@@ -69,18 +80,25 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stage, with its state at one set of homes."""
+    """One stage, with its state in some places."""
 
     stage: int
     checkpointing: bool
     footprint: Footprint
     fits: bool
-    homes: Homes = ON_DEVICE
+    spread: Spread = ALL_RANKS
+    places: Places = ON_DEVICE
+    tiles: Mapping[str, int] = field(default_factory=dict)  # what the configuration does not have, and should
 
     @property
-    def available(self) -> bool:
-        """Whether this version can train so; what it cannot is only predicted."""
-        return self.homes == ON_DEVICE
+    def settings(self) -> dict[str, object]:
+        """What a configuration needs to say besides the stage."""
+        return {**self.spread.settings, **self.tiles}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the device keeps less than all of it."""
+        return self.places != ON_DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +114,30 @@ class Plan:
     reason: str
 
 
-def make_plan(model: nn.Module, request: Request, tell: Callable[[str], object] = len) -> Plan:
+def make_plan(model: nn.Module, request: Request, tell: Tell = silent) -> Plan:
     """Trace every stage of the model, and `tell` what comes next. Raises PlanError where it cannot be traced."""
-    stages = (0, 1, 2, 3) if request.world_size > 1 else (0,)
     ways = (False, True) if request.checkpointing is None else (request.checkpointing,)
     if request.checkpointing is None and not getattr(model, "supports_gradient_checkpointing", False):
         ways = (False,)
-    rows = []
-    for checkpointing in ways:
-        for stage in stages:
+
+    def traced(choices: list[tuple[bool, int, Spread, Places]]) -> list[Row]:
+        rows = []
+        for checkpointing, stage, spread, places in choices:
             way = f"stage {stage}{' with checkpointing' if checkpointing else ''}"
-            tell(f"training {way} without values, {len(rows) + 1} of {len(ways) * len(stages)}")
-            rows.append(_row(model, request, stage, checkpointing))
-    elsewhere = [moved for row in rows for moved in _elsewhere(row, request)]
+            way += "" if places == ON_DEVICE else " with offload"
+            tell(f"training {way} without values", len(rows) + 1, len(choices))
+            rows.append(_row(model, request, stage, checkpointing, spread=spread, places=places))
+        return rows
+
+    rows = traced([(way, *choice, ON_DEVICE) for way in ways for choice in _spread_out(request)])
     recommended, reason = recommend(rows, request)
+    if recommended is None:
+        tiled = _tiled_rows(model, request, rows, tell)
+        recommended, why = recommend(tiled, request) if tiled else (None, "")
+        rows, reason = rows + tiled, why if recommended is not None else reason
+    elsewhere: list[Row] = []
+    if request.backend == "nccl" and (request.shows_offload or recommended is None):
+        elsewhere = traced([(way, *choice) for way in ways for choice in _elsewhere(request)])
     if recommended is None:
         enough = _enough_ranks(model, request, ways[-1], tell)
         reason = ". ".join([reason, *_other_ways(elsewhere, request, enough)])
@@ -124,40 +152,77 @@ def make_plan(model: nn.Module, request: Request, tell: Callable[[str], object] 
     )
 
 
+def _tiled_rows(model: nn.Module, request: Request, rows: list[Row], tell: Tell) -> list[Row]:
+    """Rows with losses, then also MLPs, in tiles, until one fits: of stages whose state fits, if there are any."""
+    found: list[Row] = []
+    for tiles in _TILES:
+        missing = {name: tokens for name, tokens in tiles.items() if not getattr(request.config, name)}
+        for row in rows:
+            if not missing or row.footprint.resident_bytes > request.usable or any(each.fits for each in found):
+                continue
+            tell(f"nothing fits; training stage {row.stage}{_way(row)} in tiles without values")
+            try:
+                found.append(_row(model, request, row.stage, row.checkpointing, spread=row.spread, tiles=missing))
+            except ZeroConfigError:  # a model without such tiles
+                break
+    return found
+
+
 def _architecture(model: nn.Module) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-def _row(model: nn.Module, request: Request, stage: int, checkpointing: bool, ranks: int | None = None) -> Row:
+def _row(
+    model: nn.Module,
+    request: Request,
+    stage: int,
+    checkpointing: bool,
+    *,
+    ranks: int | None = None,
+    spread: Spread = ALL_RANKS,
+    places: Places = ON_DEVICE,
+    tiles: Mapping[str, int] | None = None,
+) -> Row:
+    settings = {**spread.settings, **(tiles or {}), "zero_stage": stage}
+    if request.link:
+        settings["node_size"] = request.gpus
+    if request.backend == "nccl":  # the state of CPU ranks rests where their configuration says
+        settings |= places.options()
     scenario = Scenario(
-        config=request.config.replace(zero_stage=stage),
+        config=request.config.replace(**settings),
         world_size=ranks or request.world_size,
         batch=request.batch,
         checkpointing=checkpointing,
         accumulation=request.accumulation,
-        optimizer_states=OPTIMIZER_STATES[request.optimizer],
+        kept=kept_by(request.optimizer),
         backend=request.backend,
     )
     footprint = trace(model, scenario)
-    return Row(stage=stage, checkpointing=checkpointing, footprint=footprint, fits=request.fits(footprint))
+    fits = request.fits(footprint)
+    return Row(
+        stage=stage,
+        checkpointing=checkpointing,
+        footprint=footprint,
+        fits=fits,
+        spread=spread,
+        places=places,
+        tiles=tiles or {},
+    )
 
 
-def _elsewhere(row: Row, request: Request) -> list[Row]:
-    """The same stage with its state at other homes; one rank, which shards nothing, stands for stages 2 and 3."""
-    rows = []
-    for stage in (row.stage,) if request.world_size > 1 else (2, 3):
-        for homes in offloaded_homes(stage, request.world_size, disk=request.offload or request.nvme is not None):
-            footprint = offload(
-                row.footprint,
-                homes,
-                stage=stage,
-                ranks=request.world_size,
-                config=request.config,
-                accumulation=request.accumulation,
-            )
-            fits = request.fits(footprint)
-            rows.append(Row(stage=stage, checkpointing=row.checkpointing, footprint=footprint, fits=fits, homes=homes))
-    return rows
+def _spread_out(request: Request) -> list[tuple[int, Spread]]:
+    """The stages, each with the ranks that it may share its state out over."""
+    stages = (0, 1, 2, 3) if request.world_size > 1 else (0,)
+    if not request.link:
+        return [(stage, ALL_RANKS) for stage in stages]
+    return [(stage, s) for stage in stages for s in spreads(stage, request.nodes, request.gpus, request.accumulation)]
+
+
+def _elsewhere(request: Request) -> list[tuple[int, Spread, Places]]:
+    """Stages with their state in other places; of one rank, which shards nothing, all but 2 and 3 are the same."""
+    ranks, disk = request.world_size, request.offload or request.nvme is not None
+    stages = (1, 2, 3) if ranks > 1 else (2, 3)
+    return [(stage, ALL_RANKS, places) for stage in stages for places in offloaded_places(stage, ranks, disk)]
 
 
 def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
@@ -171,6 +236,8 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
     if not fitting:
         least = min(useful, key=lambda row: row.footprint.peak_bytes)
         return None, _nothing_fits(least, request)
+    if request.link and request.nodes > 1:
+        return _by_link(fitting, request)
     best = fitting[0]
     same = [r for r in fitting if r.checkpointing == best.checkpointing and r.stage > best.stage]
     reason = f"peak {size(best.footprint.peak_bytes)} of {size(request.gpu_memory)}"
@@ -183,6 +250,29 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
         reason += "; the lower stages do not fit"
     if best.checkpointing and request.checkpointing is None:
         reason += "; only with gradient checkpointing"
+    if best.tiles:
+        reason += f"; only with {', '.join(f'{name} {tokens}' for name, tokens in best.tiles.items())}"
+    return best, reason
+
+
+def _by_link(fitting: list[Row], request: Request) -> tuple[Row, str]:
+    """Of rows that fit, one that is exact, recomputes nothing if it can, and then takes least time between nodes.
+
+    A tenth more is no difference: then the lower stage, which sends less inside the nodes.
+    """
+    exact = [row for row in fitting if row.spread.exact]
+    least_work = [row for row in exact if not row.checkpointing] or exact
+    seconds = {id(row): request.link_seconds(row.footprint) for row in fitting}
+    least = min(seconds[id(row)] for row in least_work)
+    best = next(row for row in least_work if seconds[id(row)] <= 1.1 * least)
+    reason = f"peak {size(best.footprint.peak_bytes)} of {size(request.gpu_memory)}, and "
+    reason += f"{seconds[id(best)]:.3g} s of a step between nodes"
+    plain = [row for row in least_work if row.stage == best.stage and row.spread is ALL_RANKS and row is not best]
+    if plain:
+        reason += f" where stage {best.stage} over all ranks takes {seconds[id(plain[0])]:.3g} s"
+    eight = [r for r in fitting if not r.spread.exact and r.checkpointing == best.checkpointing]
+    if eight:
+        reason += f"; in 8 bits {seconds[id(eight[0])]:.3g} s, with an error that every step measures"
     return best, reason
 
 
@@ -195,17 +285,16 @@ def _nothing_fits(least: Row, request: Request) -> str:
 
 
 def _way(row: Row) -> str:
-    return " with checkpointing" if row.checkpointing else ""
+    ways = [name for name, taken in (("checkpointing", row.checkpointing), ("tiles", row.tiles)) if taken]
+    return f" with {' and '.join(ways)}" if ways else ""
 
 
-def _enough_ranks(
-    model: nn.Module, request: Request, checkpointing: bool, tell: Callable[[str], object]
-) -> int | None:
+def _enough_ranks(model: nn.Module, request: Request, checkpointing: bool, tell: Tell) -> int | None:
     """How many GPUs would be enough at stage 3, found by doubling; None where no number is."""
     ranks = 2 * request.world_size
     while ranks <= _MOST_RANKS:
         tell(f"nothing fits; training stage 3 on {ranks} {request.rank}s without values")
-        row = _row(model, request, 3, checkpointing, ranks)
+        row = _row(model, request, 3, checkpointing, ranks=ranks)
         if row.fits:
             return ranks
         footprint = row.footprint
@@ -225,16 +314,16 @@ def _other_ways(elsewhere: list[Row], request: Request, enough: int | None) -> l
     fitting = [row for row in elsewhere if row.fits]
     if not fitting:
         return [advice]
-    row = min(fitting, key=lambda row: (row.homes.optimizer.distance, row.homes.parameters.distance))
-    places = {Home.HOST: "host memory", Home.DISK: "files on disk"}
-    what = f"the optimizer state in {places[row.homes.optimizer]}"
-    if row.homes.parameters is not Home.DEVICE:
-        what += f" and the weights in {places[row.homes.parameters]}"
+    row = min(fitting, key=lambda row: (row.places.optimizer.distance, row.places.parameters.distance))
+    names = {Place.HOST: "host memory", Place.DISK: "files on disk"}
+    what = f"the optimizer state in {names[row.places.optimizer]}"
+    if row.places.parameters is not Place.DEVICE:
+        what += f" and the weights in {names[row.places.parameters]}"
     needs = [f"{size(row.footprint.peak_bytes)} per GPU"]
     for count, place in ((row.footprint.host_bytes, "host memory"), (row.footprint.disk_bytes, "disk")):
         needs += [f"{size(count * request.gpus)} of {place} per node"] if count else []
     return [
         advice,
-        f"With {what}, stage {row.stage}{_way(row)} would need {' and '.join(needs)}, but this version does not "
-        "offload yet",
+        f"With {what}, stage {row.stage}{_way(row)} needs {' and '.join(needs)}; offload has not been run on a GPU "
+        "yet, see docs/offload.md",
     ]

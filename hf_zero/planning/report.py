@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.core.placement import Place
 from hf_zero.planning.compare import Comparison
-from hf_zero.planning.homes import Home
 from hf_zero.planning.model import PlanError
-from hf_zero.planning.plan import HEADROOM, Plan, Row
+from hf_zero.planning.optimizers import kept_by
+from hf_zero.planning.plan import HEADROOM, Plan, Request, Row
+from hf_zero.planning.spread import ALL_RANKS
 from hf_zero.planning.units import BYTES, cell, count, size, unit_for
 
 
@@ -27,8 +31,7 @@ COLUMNS = {
     "logits": ("logits",),
 }
 
-NOT_AVAILABLE = "offload, not in this version"
-PLACES = {Home.DEVICE: "GPU", Home.HOST: "host memory", Home.DISK: "disk"}
+PLACES = {Place.DEVICE: "GPU", Place.HOST: "host memory", Place.DISK: "disk"}
 
 
 def columns(row: Row) -> dict[str, int]:
@@ -37,16 +40,23 @@ def columns(row: Row) -> dict[str, int]:
     return {name: sum(peak.get(category, 0) for category in parts) for name, parts in COLUMNS.items()}
 
 
-def print_table(plan: Plan, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width: keep every row on one line
-        console = Console(highlight=False, width=160, file=console.file)
+def _optimizer(request: Request) -> str:
+    return request.optimizer + (" (each matrix owned by one rank)" if kept_by(request.optimizer).whole else "")
+
+
+def wide_console() -> Console:
+    """For tables on stdout; a pipe has no width, there every row stays on one line."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def print_table(plan: Plan) -> None:
+    console = wide_console()
     request = plan.request
     precision = request.config.mixed_precision
     console.print(
         f"{request.name}: {plan.architecture}, {count(plan.parameters)} parameters"
         + (f" ({count(plan.trained)} trained)" if plan.trained != plan.parameters else "")
-        + f", {'fp32' if precision == 'no' else precision}, {request.optimizer}; {request.nodes} x {request.gpus} "
+        + f", {'fp32' if precision == 'no' else precision}, {_optimizer(request)}; {request.nodes} x {request.gpus} "
         f"ranks, {request.batch.rows} x {request.batch.length} tokens per rank and micro-batch, "
         f"{request.accumulation} micro-batch(es) per step",
         soft_wrap=True,
@@ -57,33 +67,63 @@ def print_table(plan: Plan, console: Console | None = None) -> None:
     table.add_column("stage")
     for name in (*COLUMNS, "peak", "at rest", "sent/step", "fits"):
         table.add_column(name, justify="right")
-    for row in _runnable(plan):
+    for row in _on_device(plan):
+        if row.spread is not ALL_RANKS:
+            continue
         chosen = row is plan.recommended
         cells = [cell(nbytes, unit) for nbytes in columns(row).values()]
-        label = f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}"
+        ways = f"{' + checkpointing' if row.checkpointing else ''}{' + tiles' if row.tiles else ''}"
+        label = f"{row.stage}{ways}{' *' if chosen else ''}"
         footprint = row.footprint
         totals = [cell(n, unit) for n in (footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes)]
         table.add_row(label, *cells, *totals, "yes" if row.fits else "no", style="bold" if chosen else None)
     console.print(table, markup=False)
+    if request.link:
+        _print_links(plan, console)
     for line in _notes(plan):
         console.print(line, markup=False, soft_wrap=True)
     if plan.request.shows_offload:
         _print_offload(plan, console)
 
 
-def _runnable(plan: Plan) -> list[Row]:
-    return [row for row in plan.rows if row.available]
+def _on_device(plan: Plan) -> list[Row]:
+    return [row for row in plan.rows if not row.offloads]
 
 
 def _unit(plan: Plan) -> str:
     """The unit of the tables: the one of the largest peak."""
-    return unit_for(max(row.footprint.peak_bytes for row in _runnable(plan)))
+    return unit_for(max(row.footprint.peak_bytes for row in _on_device(plan)))
+
+
+def _print_links(plan: Plan, console: Console) -> None:
+    """Over which ranks each row shares its state out, and what a rank sends over which link."""
+    request, unit = plan.request, _unit(plan)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("stage")
+    table.add_column("shared out over")
+    for name in ("peak", "inside/step", "between/step", f"at {size(request.link or 0)}/s", "fits"):
+        table.add_column(name, justify="right")
+    for row in _on_device(plan):
+        footprint, chosen = row.footprint, row is plan.recommended
+        inside = footprint.sent_bytes - footprint.between_nodes
+        table.add_row(
+            f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}",
+            row.spread.name if row.stage else "nothing is",
+            *(cell(nbytes, unit) for nbytes in (footprint.peak_bytes, inside, footprint.between_nodes)),
+            f"{request.link_seconds(footprint):.3g} s",
+            "yes" if row.fits else "no",
+            style="bold" if chosen else None,
+        )
+    console.print(
+        "\nWhat a rank sends inside its node and between nodes, and how long a node's link is busy", markup=False
+    )
+    console.print(table, markup=False)
 
 
 def _print_offload(plan: Plan, console: Console) -> None:
-    """What each stage would need with its state elsewhere; a table of its own, as nothing of it can be run."""
+    """What each stage needs with its state elsewhere; a table of its own, as none of it is recommended."""
     request = plan.request
-    console.print(f"\n{NOT_AVAILABLE[0].upper()}{NOT_AVAILABLE[1:]}, predicted: state in other places", markup=False)
+    console.print("\nOffload, predicted and not run on a GPU yet: state in other places", markup=False)
     disk = any(row.footprint.disk for row in plan.rows)
     table = Table(box=None, pad_edge=False)
     for name in ("stage", "optimizer in", "weights in"):
@@ -94,7 +134,7 @@ def _print_offload(plan: Plan, console: Console) -> None:
         table.add_column("disk/step", justify="right")
     table.add_column("would fit", justify="right")
     for row in plan.rows:
-        if row.available:
+        if not row.offloads:
             continue
         footprint = row.footprint
         counts = [footprint.peak_bytes, footprint.resident_bytes, request.gpus * footprint.host_bytes]
@@ -102,8 +142,8 @@ def _print_offload(plan: Plan, console: Console) -> None:
         counts += [footprint.pcie_bytes, *([footprint.disk_traffic] if disk else [])]
         table.add_row(
             f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
-            PLACES[row.homes.optimizer],
-            PLACES[row.homes.parameters],
+            PLACES[row.places.optimizer],
+            PLACES[row.places.parameters],
             *(cell(nbytes, _unit(plan)) for nbytes in counts),
             "yes" if row.fits else "no",
         )
@@ -127,7 +167,7 @@ def _print_offload(plan: Plan, console: Console) -> None:
 
 def _notes(plan: Plan) -> list[str]:
     request = plan.request
-    rows = _runnable(plan)
+    rows = _on_device(plan)
     plain = next((row for row in rows if not row.checkpointing), None)
     checkpointed = next((row for row in rows if row.checkpointing), None)
     kept = [
@@ -153,7 +193,8 @@ def _notes(plan: Plan) -> list[str]:
         return [*lines, plan.reason[0].upper() + plan.reason[1:] + "."]
     best = plan.recommended
     way = " with gradient checkpointing" if best.checkpointing else ""
-    return [*lines, f"Recommended: stage {best.stage}{way}: {plan.reason}."]
+    over = f", {best.spread.name}" if best.spread is not ALL_RANKS else ""
+    return [*lines, f"Recommended: stage {best.stage}{over}{way}: {plan.reason}."]
 
 
 def to_dict(plan: Plan) -> dict:
@@ -177,13 +218,17 @@ def to_dict(plan: Plan) -> dict:
             {
                 "stage": row.stage,
                 "gradient_checkpointing": row.checkpointing,
-                "available": row.available,  # what is not is predicted: this version does not offload
-                "optimizer_home": row.homes.optimizer.value,
-                "parameter_home": row.homes.parameters.value,
+                "offloads": row.offloads,  # and is shown only: see `recommended`
+                "optimizer_home": row.places.optimizer.value,
+                "parameter_home": row.places.parameters.value,
                 "fits": row.fits,
                 "peak_bytes": row.footprint.peak_bytes,
                 "resident_bytes": row.footprint.resident_bytes,
                 "sent_bytes_per_step": row.footprint.sent_bytes,
+                "spread": row.spread.name,
+                "settings": row.settings,
+                "between_nodes_bytes_per_step": row.footprint.between_nodes,
+                "link_seconds_per_step": request.link_seconds(row.footprint) if request.link else None,
                 "host_bytes_per_node": request.gpus * row.footprint.host_bytes,
                 "disk_bytes_per_node": request.gpus * row.footprint.disk_bytes,
                 "pcie_bytes_per_step": row.footprint.pcie_bytes,
@@ -200,7 +245,13 @@ def to_dict(plan: Plan) -> dict:
             }
             for row in plan.rows
         ],
-        "recommended": None if best is None else {"stage": best.stage, "gradient_checkpointing": best.checkpointing},
+        "recommended": None
+        if best is None
+        else {
+            "stage": best.stage,
+            "gradient_checkpointing": best.checkpointing,
+            "settings": best.settings,
+        },
         "reason": plan.reason,
     }
 
@@ -213,7 +264,15 @@ def write_yaml(plan: Plan, path: Path) -> None:
     """The Accelerate YAML of the recommended stage. Raises PlanError where there is none, or it cannot be written."""
     if plan.recommended is None:
         raise PlanError(f"--write: {plan.reason}")
-    request, stage = plan.request, plan.recommended.stage
+    stage = plan.recommended.stage
+    head = f"# ZeRO-{stage} for {plan.request.name}: {plan.reason}.\n"
+    if plan.recommended.checkpointing:
+        head += "# Train with gradient_checkpointing: true (an argument of the script).\n"
+    accelerate_yaml(plan.request, stage, head, path, plan.recommended.settings)
+
+
+def accelerate_yaml(request: Request, stage: int, head: str, path: Path, more: Mapping[str, object]) -> None:
+    """A configuration of this stage, under `head`, with `more` keys. Raises PlanError where it cannot be written."""
     content = {
         "compute_environment": "LOCAL_MACHINE",
         "deepspeed_config": {
@@ -223,6 +282,7 @@ def write_yaml(plan: Plan, path: Path) -> None:
             "zero3_save_16bit_model": stage == 3,
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
+            **more,
         },
         "distributed_type": "DEEPSPEED",
         "machine_rank": 0,
@@ -232,9 +292,6 @@ def write_yaml(plan: Plan, path: Path) -> None:
         "rdzv_backend": "static",
         "use_cpu": False,
     }
-    head = f"# ZeRO-{stage} for {request.name}: {plan.reason}.\n"
-    if plan.recommended.checkpointing:
-        head += "# Train with gradient_checkpointing: true (an argument of the script).\n"
     try:
         path.write_text(head + yaml.safe_dump(content, sort_keys=True))
     except OSError as error:

@@ -1,0 +1,267 @@
+"""Writes down what one rank of the planner enqueues: operations with their cost, collectives, waits for them.
+
+Ranks are symmetric, so one rank stands for all: what another would enqueue differs in which slice it owns only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hf_zero.comm.transport import Take, Transport
+from hf_zero.comm.work import Handle, Landing, Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation on the computing stream.
+
+    Attributes:
+        name: as ATen calls it.
+        flops: of products and attention, 0 for all others.
+        nbytes: read and written, each storage once.
+        dtype: of the first tensor that it reads.
+        narrowest: the smallest dimension of a matrix product; 0 for other operations.
+    """
+
+    name: str
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+    narrowest: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One collective is launched.
+
+    Attributes:
+        kind: "all-gather", "exchange", "reduce-scatter" or "all-reduce".
+        label: what it carries, for people.
+        nbytes: that each rank of the group sends to every other one.
+        members: ranks of the group, numbered over all ranks.
+        channel: collectives of one channel run one after another.
+        by: whose way of moving: "nccl", "messages" or "reads".
+    """
+
+    kind: str
+    label: str
+    nbytes: int
+    members: tuple[int, ...]
+    channel: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The computation goes on after the end of a collective."""
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A part of the step begins: "step", "forward", "backward" or "optimizer"."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The host asks for a value on the device, and waits for it."""
+
+
+Event = Operation | Move | Wait | Mark | Read
+
+
+@dataclass
+class Enqueued:
+    """The log of a rank."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def mark(self, name: str) -> None:
+        """A part of the step begins."""
+        self.events.append(Mark(name))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Operations inside are written down."""
+        with _Operations(self.events):
+            yield
+
+    def noting(self, transport: Transport) -> Transport:
+        """`transport`, with its moves written down."""
+        return Noting(transport, self.events, tuple(range(transport.size)))
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+# Operations that take a tensor for its shape only, or make one without writing to it.
+_WITHOUT_MEMORY = {
+    *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"),
+    *("detach", "resize_", "_unsafe_view"),
+}
+# Operations that read as much of a tensor as they write.
+_PICKING = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
+
+# How many times the products of the forward pass an attention's backward makes, as torch's counter has it.
+_ATTENTION_BACKWARD = 2.5
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            self._events.append(Read())
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if not _touches_memory(func):
+            return result
+        operation = _operation(func, args, kwargs, _tensors(result))
+        if operation is not None:
+            self._events.append(operation)
+        return result
+
+
+@functools.cache
+def _touches_memory(func: torch._ops.OpOverload) -> bool:
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+    return not views and func.overloadpacket.__name__ not in _WITHOUT_MEMORY
+
+
+def _operation(func: torch._ops.OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> Operation | None:
+    """What an operation costs; None where it touches no tensor."""
+    read = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+    if not (read or made):
+        return None
+    name, nbytes, dtype = func.overloadpacket.__name__, _nbytes(func, args, kwargs, made), (read or made)[0].dtype
+    if name.startswith("_scaled_dot_product"):
+        return Operation(name, _attention_flops(name, read, args, kwargs), nbytes, dtype)
+    counter = flop_registry.get(func.overloadpacket)
+    if counter is None:
+        return Operation(name, 0, nbytes, dtype)
+    flops = int(counter(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+    inner = flops // max(1, 2 * made[0].numel())
+    return Operation(name, flops, nbytes, dtype, min(*made[0].shape[-2:], inner))
+
+
+def _attention_flops(name: str, read: list[Tensor], args: tuple, kwargs: dict) -> int:
+    """Two products, halved where a causal mask leaves half of them out, as fused kernels do."""
+    backward = "backward" in name
+    query, key = (read[1], read[2]) if backward else (read[0], read[1])
+    batch_and_heads = math.prod(query.shape[:-2])
+    flops = 4 * batch_and_heads * query.shape[-2] * key.shape[-2] * query.shape[-1]
+    causal = kwargs.get("is_causal", any(value is True for value in args))
+    return int(flops * (_ATTENTION_BACKWARD if backward else 1.0) * (0.5 if causal else 1.0))
+
+
+def _nbytes(func: torch._ops.OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> int:
+    """What is read and written, each range of memory once for either."""
+    if func.overloadpacket.__name__ in _PICKING:
+        return 2 * sum(nbytes for _, nbytes in map(_range, made))
+    read: dict[tuple[int, int], int] = {}
+    written = dict(map(_range, made))
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        ranges = dict(map(_range, _tensors(value)))
+        changes = argument.alias_info is not None and argument.alias_info.is_write
+        if not (changes and argument.name == "out"):
+            read.update(ranges)
+        if changes:
+            written.update(ranges)
+    return sum(read.values()) + sum(written.values())
+
+
+def _range(tensor: Tensor) -> tuple[tuple[int, int], int]:
+    """Where a tensor lies, and its bytes in memory: those of an expanded one are few."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = min(tensor.numel(), last + 1) if tensor.numel() else 0
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset()), count * tensor.itemsize
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+class _Awaited:
+    """In the place of what a transport answers for a collective under way."""
+
+    def __init__(self, move: Move, events: list[Event], inner: Sequence[Handle] = ()) -> None:
+        self._move, self._events, self._inner = move, events, inner
+
+    def wait(self) -> None:
+        for handle in self._inner:
+            handle.wait()
+        self._events.append(Wait(self._move))
+
+
+class Noting(Transport):
+    """In front of a transport: writes down its moves."""
+
+    def __init__(self, inner: Transport, events: list[Event], members: tuple[int, ...]) -> None:
+        self.rank, self.size, self.name = inner.rank, inner.size, inner.name
+        self.overlaps, self.takes_parts = inner.overlaps, inner.takes_parts
+        self._inner, self._events, self._members = inner, events, members
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Noting:
+        mine = next(group for group in groups if self.rank in group)
+        return Noting(self._inner.split(groups), self._events, tuple(self._members[rank] for rank in mine))
+
+    def by_reads(self) -> Noting:
+        """The same ranks, reading each other's memory."""
+        return Noting(self._inner.by_reads(), self._events, self._members)
+
+    def _begin(self, kind: str, tag: Tag, nbytes: int, channel: str) -> Move:
+        move = Move(kind, tag.name, nbytes, self._members, f"{channel} of ranks {self._members}", self.name)
+        self._events.append(move)
+        return move
+
+    def _noted(self, landing: Landing, move: Move) -> Landing:
+        return Landing([_Awaited(move, self._events, landing.handles)], landing.finish)
+
+    def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
+        move = self._begin("all-gather", tag, flat.nbytes // self.size, "gathers")
+        return self._noted(self._inner.gather(flat, tag, shard), move)
+
+    def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
+        move = self._begin("exchange", tag, numel * parts[0].itemsize, "reductions")
+        return self._noted(self._inner.exchange(parts, numel, tag, take), move)
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        return self._inner.sums(dtype)
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor, tag: Tag) -> Handle:
+        move = self._begin("reduce-scatter", tag, out.nbytes, "reductions")
+        return _Awaited(move, self._events, [self._inner.reduce_scatter(flat, out, tag)])
+
+    def all_reduce(self, flat: Tensor, tag: Tag) -> Handle:
+        move = self._begin("all-reduce", tag, flat.nbytes // self.size, "reductions")
+        return _Awaited(move, self._events, [self._inner.all_reduce(flat, tag)])
+
+    def all_reduce_scalars(self, values: Tensor, largest: bool) -> None:
+        move = self._begin("all-reduce", Tag("scalars"), values.nbytes, "gathers")
+        self._events.append(Wait(move))
+
+    def fence(self, tag: Tag | None) -> Landing:
+        return self._inner.fence(tag)

@@ -1,0 +1,150 @@
+"""When everything that a rank enqueues would run: the longest path through a step is its time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.planning.costs import Machine
+from hf_zero.planning.enqueued import Event, Mark, Move, Operation, Read, Wait
+
+
+COMPUTE = "computation"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that runs on one stream for a while; in seconds."""
+
+    stream: str
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass
+class Timeline:
+    """One step among others like it, in seconds.
+
+    Attributes:
+        seconds: of the whole step.
+        computing: in which operations run.
+        exposed: in which the computation waits for collectives, by kind and what they carry.
+        launching: in which the computation waits for the host to launch something.
+        moving: of all collectives, hidden or not, by kind.
+        spans: what runs when, from the beginning of the step.
+    """
+
+    seconds: float = 0.0
+    computing: float = 0.0
+    launching: float = 0.0
+    exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    moving: Counter[str] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
+
+    def write_trace(self, path: Path) -> None:
+        """A file for chrome://tracing and Perfetto (Trace Event Format)."""
+        streams = list(dict.fromkeys(span.stream for span in self.spans))
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
+            for number, stream in enumerate(streams)
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": streams.index(span.stream),
+                "ts": span.start * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+            }
+            for span in self.spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events}))
+
+
+def replay(events: list[Event], machine: Machine) -> Timeline:
+    """Run a log of steps on a machine; the last one comes back, which has others before it.
+
+    [Note: streams] The host launches operations and collectives in the order of the log. Operations run one after
+    another, not before they are launched. Collectives of a channel run one after another, not before what was
+    launched ahead of them is computed, and have the link that they cross to themselves. CPU ranks run operations
+    themselves, and stand still while they wait for messages. Reads of other ranks' memory take the reader's own time,
+    when it waits for them.
+    """
+    run = _Replay(machine)
+    for event in events:
+        run.take(event)
+    return run.steps[-2]
+
+
+class _Replay:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.steps = [Timeline()]  # what is before the first one, too
+        self._host = self._compute = self._began = 0.0
+        self._channels: defaultdict[str, float] = defaultdict(float)
+        self._links: defaultdict[bool, float] = defaultdict(float)
+        self._ends: dict[Move, float] = {}
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Operation():
+                self._operate(event)
+            case Move():
+                self._launch(event)
+            case Wait(move):
+                self._wait(move)
+            case Read():
+                self._host = max(self._host, self._compute)
+            case Mark("step"):
+                self._begin_step()
+
+    def _begin_step(self) -> None:
+        now = max(self._host, self._compute)
+        self.steps[-1].seconds = now - self._began
+        self.steps.append(Timeline())
+        self._began = now
+
+    def _operate(self, operation: Operation) -> None:
+        self._host += self.machine.launch
+        start = max(self._host, self._compute)
+        seconds = self.machine.operation_seconds(operation)
+        beside = min(seconds, max(0.0, max(self._links.values(), default=0.0) - start))
+        seconds += beside * self.machine.contention
+        self.steps[-1].launching += start - self._compute
+        self.steps[-1].computing += seconds
+        self._note(COMPUTE, operation.name, start, start + seconds)
+        self._compute = start + seconds
+        if self.machine.host_computes:
+            self._host = self._compute
+
+    def _launch(self, move: Move) -> None:
+        self._host += self.machine.launch
+        if move.by == "reads":
+            return
+        between = self.machine.nodes_of(move) > 1
+        start = max(self._host, self._compute, self._channels[move.channel], self._links[between])
+        stop = start + self.machine.move_seconds(move)
+        self._ends[move] = self._channels[move.channel] = self._links[between] = stop
+        self.steps[-1].moving[move.kind] += stop - start
+        self._note(move.channel, f"{move.kind} of {move.label}", start, stop)
+
+    def _wait(self, move: Move) -> None:
+        if move.by == "reads":
+            start = max(self._host, self._compute)
+            stop = start + self.machine.move_seconds(move)
+            self.steps[-1].moving[move.kind] += stop - start
+            self._note(move.channel, f"{move.kind} of {move.label}", start, stop)
+        else:
+            start, stop = self._compute, self._ends[move]
+        if stop > start:
+            self.steps[-1].exposed[move.kind, move.label] += stop - start
+            self._compute = stop
+        if move.by != "nccl":
+            self._host = max(self._host, self._compute)
+
+    def _note(self, stream: str, name: str, start: float, stop: float) -> None:
+        self.steps[-1].spans.append(Span(stream, name, start - self._began, stop - self._began))
