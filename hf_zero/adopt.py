@@ -7,6 +7,7 @@ they were. Each change, and what it rests on:
   library's class, so what a subclass of the user overrides comes first, and its `super()` leads to us.
 * `TrainingArguments` stay what they are (checkpoints hold them as a pickle); their `__post_init__` runs inside ours.
 * `from_pretrained` and `from_config` of a model run inside `zero_init` where `zero3_init_flag` says so.
+* Plugins for DeepSpeed and FSDP note which of their fields were given, and these configure hf_zero.
 * `accelerate.utils` gets `DummyOptim` and `DummyScheduler`, which it exports only where DeepSpeed is installed. All
   questions for DeepSpeed are answered with no, so that scripts take the branch of plain data parallelism.
 
@@ -56,18 +57,26 @@ def watch() -> None:
 
 
 def _is_wanted() -> bool:
-    """Whether this is a rank of a run at stage 1 or above. Launchers of notebooks make it one after the imports."""
-    return _is_rank() and (_arguments_plugin is not None or _plugin().config.zero_stage > 0)
+    """Whether this is a rank of a run that shares anything out. Launchers of notebooks make it one after imports."""
+    if not _is_rank() or _arguments_plugin is not None:
+        return _is_rank()
+    config = _plugin().config
+    return config.zero_stage > 0 or max(config.sp_size, config.cp_size, config.tp_size) > 1
 
 
 def _is_rank() -> bool:
     return "WORLD_SIZE" in os.environ  # not LOCAL_RANK: accelerate's debug_launcher does not set it
 
 
-def _plugin():
+def _plugin(written=None):
+    """The configuration of what is made next; `written` is what a plugin of accelerate says."""
+    from accelerate.state import AcceleratorState
+
     from hf_zero.integrations.accelerate import ZeroPlugin
 
-    return _arguments_plugin or ZeroPlugin()
+    if written is not None:
+        return ZeroPlugin(written)
+    return _arguments_plugin or AcceleratorState._shared_state.get("zero_plugin") or ZeroPlugin()
 
 
 # -- accelerators and trainers ----------------------------------------------------------------------------------------
@@ -77,17 +86,23 @@ def _adopt_accelerators(module: types.ModuleType) -> None:
     from accelerate import utils
     from accelerate.utils import deepspeed
 
+    from hf_zero.integrations import stock_plugins
     from hf_zero.launcher.environment import prepare_rank_environment
 
     if _is_rank():
         prepare_rank_environment()  # accelerate reads it when the script makes its first state
+    stock_plugins.remember_fields()
     for name in _STAND_INS:
         setattr(utils, name, getattr(deepspeed, name))
 
     def create(cls, *args, **kwargs):
         # A Trainer replaces the one that it makes.
-        made_by = sys._getframe(1).f_globals.get("__name__")
-        return object.__new__(_ours(cls) if made_by != "transformers.trainer" and _is_wanted() else cls)
+        if sys._getframe(1).f_globals.get("__name__") == "transformers.trainer" or not _is_rank():
+            return object.__new__(cls)
+        written = stock_plugins.config_in(kwargs)
+        if written is None and not _is_wanted():
+            return object.__new__(cls)
+        return object.__new__(_ours(cls, written))
 
     module.Accelerator.__new__ = create
 
@@ -99,15 +114,21 @@ def _adopt_trainers(module: types.ModuleType) -> None:
     module.Trainer.__new__ = create
 
 
+def _ours(cls: type, written=None) -> type:
+    adopted = _adopted(cls)
+    if adopted is not cls:
+        _say(adopted, _plugin(written))
+    return adopted
+
+
 @functools.cache
-def _ours(cls: type) -> type:
+def _adopted(cls: type) -> type:
     """`cls` with our class before the first one in its order that is a library's."""
     libraries = [base.__module__.partition(".")[0] for base in cls.__mro__]
     if "hf_zero" in libraries:
         return cls
     stock = next(base for base, library in zip(cls.__mro__, libraries, strict=True) if library in _LIBRARIES)
     adopted = _subclass(stock, _class_for(stock), stock)
-    _say(adopted)
     return adopted if cls is stock else _subclass(cls, cls, adopted)
 
 
@@ -127,13 +148,12 @@ def _subclass(like: type, *bases: type) -> type:
     return types.new_class(like.__name__, bases, exec_body=lambda namespace: namespace.update(names))
 
 
-def _say(adopted: type) -> None:
+def _say(adopted: type, plugin) -> None:
     global _said
     if not _said and os.environ.get("RANK", "0") == "0":
-        stage, source = _plugin().config.zero_stage, _plugin().source
         print(
-            f"hf_zero: the script's {adopted.__name__} runs under ZeRO stage {stage}, configured by {source} "
-            f"({SWITCH}=0 switches this off)",
+            f"hf_zero: the script's {adopted.__name__} runs under ZeRO stage {plugin.config.zero_stage}, "
+            f"configured by {plugin.source} ({SWITCH}=0 switches this off)",
             file=sys.stderr,
             flush=True,
         )

@@ -2,13 +2,17 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
+
+from hf_zero.errors import ZeroError
+from hf_zero.launcher import failures
 
 
 # name -> (module with a main(argv) -> exit status, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "config": ("hf_zero.config.explain", "show a configuration: every value, where it comes from, what it does"),
+    "config": ("hf_zero.tools.configuration", "show a configuration: every value, where it comes from, what it does"),
     "plan": ("hf_zero.planning.command", "predict the memory of every stage for a model, and recommend one"),
     "verify": ("hf_zero.verify.command", "train beside plain data parallelism and certify, or name, every difference"),
     "doctor": ("hf_zero.tools.doctor", "check this machine: versions, devices, limits, disk, collectives"),
@@ -46,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"hf-zero {words[0]}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not isinstance(error, (ZeroError, OSError)) and not failures.is_for_people(error, error.__traceback__):
+            raise
+        if failures.wants_traceback():
+            traceback.print_exc()
+        else:
+            print(f"hf-zero {words[0]}: {error}", file=sys.stderr)
+        return failures.STATUS
 
 
 if __name__ == "__main__":

@@ -22,6 +22,14 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_args([*map(_with_dashes, words[:end]), *words[end:]])
 
 
+def positive(text: str) -> int:
+    """The type of options that are whole numbers of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def _with_dashes(word: str) -> str:
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word

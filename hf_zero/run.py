@@ -15,7 +15,8 @@ def main() -> None:
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words:
-        raise SystemExit("usage: python -m hf_zero.run [-m] SCRIPT [ARGUMENTS]")
+        print("usage: python -m hf_zero.run [-m] SCRIPT [ARGUMENTS]", file=sys.stderr)
+        raise SystemExit(2)
     sys.argv = words
     adopt.watch()
     if as_module:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config.documents import load_document
-from hf_zero.config.reader import read_accelerate_dict, read_flat, read_source
+from hf_zero.config.reader import read_accelerate_dict, read_flat, read_parallelism, read_source
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroLaunchError
 from hf_zero.launcher import deepspeed_flags
@@ -38,6 +38,11 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.prog = "hf-zero launch"
+    # Accelerate shows its options for DeepSpeed only beside --use_deepspeed.
+    parser.epilog = (
+        f"ZeRO: {', '.join(f'--{name}' for name in _CONFIG_OPTIONS)} win over --config_file (an Accelerate YAML), or "
+        "--deepspeed_config_file FILE (JSON). `hf-zero config --keys` lists what these files may say."
+    )
     deepspeed_flags.declare(parser)
     return deepspeed_flags.translate(parser.parse_args(list(argv)))
 
@@ -67,6 +72,8 @@ def config_of_command(args: argparse.Namespace, folder: str | None = None) -> Ze
         layers.append(read_flat({"zero_stage": _default_stage(args, options)}, "command line"))
     if fsdp and args.use_fsdp:
         layers += read_accelerate_dict({"distributed_type": "FSDP", "fsdp_config": fsdp}, "command line")
+    parallelism = {name: getattr(args, name) for name in vars(args) if name.startswith("parallelism_config_")}
+    layers.append(read_parallelism({name: parallelism[name] for name in parallelism if name in given}, "command line"))
     if "deepspeed_config_file" in given:
         layers += read_source(resolve_path(args.deepspeed_config_file, folder))
     layers.append(read_flat(options, "command line"))

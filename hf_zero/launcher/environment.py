@@ -18,10 +18,13 @@ CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 FILE_VARIABLE = "HF_ZERO_CONFIG_FILE"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 _USE_FSDP = "ACCELERATE_USE_FSDP"
+_USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 USE_CPU = "ACCELERATE_USE_CPU"
 # torch reads it at its first allocation. Weights that are gathered and released come from the system page by page;
 # with huge pages a 64 MB buffer costs 6 ms instead of 31 (measured, torch 2.13 on Linux).
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+# Units of unequal sizes come and go between activations: segments that grow leave no holes that nothing fits in.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 # What Accelerate's DeepSpeed launcher exports, and the key each one stands for.
@@ -76,6 +79,8 @@ def exported(config: ZeroConfig, *, use_cpu: bool) -> dict[str, str]:
     if use_cpu:
         variables[USE_CPU] = "true"
         variables[HUGE_PAGES] = os.environ.get(HUGE_PAGES, "1")
+    elif not any(name in os.environ for name in _ALLOCATOR):
+        variables[_ALLOCATOR[0]] = "expandable_segments:True"
     if not values.is_auto(config.gradient_accumulation_steps):
         variables[ACCUMULATION] = str(config.gradient_accumulation_steps)
     return variables
@@ -90,7 +95,11 @@ def prepare_rank_environment(environ: MutableMapping[str, str] | None = None) ->
     failures.install()
     environ = os.environ if environ is None else environ
     said = []
-    for name, what in ((USE_DEEPSPEED, "DeepSpeed"), (_USE_FSDP, "FSDP")):
+    for name, what in (
+        (USE_DEEPSPEED, "DeepSpeed"),
+        (_USE_FSDP, "FSDP"),
+        (_USE_PARALLELISM, "accelerate's ParallelismConfig"),
+    ):
         if values.is_true(environ.get(name)):
             del environ[name]
             said.append(f"hf_zero: takes over from {what}, because the script uses hf_zero's classes")
@@ -218,3 +227,11 @@ def _processes_in(file: str, folder: str | None) -> int | None:
         return values.to_int(load_document(resolve_path(file, folder)).data.get("num_processes"))
     except (ZeroError, ValueError):
         return None
+
+
+def lone_process(stage: int) -> str:
+    """What to say where a stage above 0 has nobody to share with."""
+    return (
+        f"hf_zero: one process, so stage {stage} shards nothing. To start more: `hf-zero launch --num_processes N` or "
+        "`torchrun --nproc_per_node N`"
+    )

@@ -6,15 +6,17 @@ import dis
 import hashlib
 import os
 import sys
+import textwrap
 import traceback
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from hf_zero.errors import ZeroConfigError, ZeroError, ZeroLaunchError
+from hf_zero.errors import ZeroError
 
 
 TRACEBACK_VARIABLE = "HF_ZERO_TRACEBACK"
+STATUS = 2  # the exit status behind a message for people; 1 is that of a bug, and of a check that found something
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
@@ -26,14 +28,22 @@ _WITHOUT_DEEPSPEED = (
     "gathers it; else write `import hf_zero.deepspeed as deepspeed`"
 )
 
-_previous = sys.__excepthook__
+_previous = None  # the hook that ours stands before
 
 
 def install() -> None:
-    """In a rank that a launcher has started, take over the report of uncaught exceptions."""
+    """In a rank that a launcher has started, take over the report of uncaught exceptions, once.
+
+    A hook that others, such as torch, put before ours later calls it.
+    """
     global _previous
-    if "LOCAL_RANK" in os.environ and os.environ.get(TRACEBACK_VARIABLE) != "1" and sys.excepthook is not _report:
+    if "LOCAL_RANK" in os.environ and _previous is None:
         _previous, sys.excepthook = sys.excepthook, _report
+
+
+def wants_traceback() -> bool:
+    """Whether errors for people shall come with their tracebacks, and from every rank."""
+    return os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
 def is_users_file(file: str) -> bool:
@@ -68,11 +78,15 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if not interrupted and not lacking and not is_for_people(error, trace):
         _previous(kind, error, trace)
         return
-    message = "interrupted" if interrupted else f"{error}{_WITHOUT_DEEPSPEED}" if lacking else str(error)
-    text = f"hf_zero: {message}\n{_users_line(trace)}  ({TRACEBACK_VARIABLE}=1 prints the traceback)\n"
-    _print_once(text, topic=message)
-    if interrupted or isinstance(error, (ZeroConfigError, ZeroLaunchError)):
-        raise SystemExit(130 if interrupted else 2)  # the interpreter takes the status from here; otherwise it is 1
+    if wants_traceback():
+        rank = os.environ.get("RANK", "")
+        text = "".join(traceback.format_exception(error))
+        _print(textwrap.indent(text, f"[rank{rank}]: ", lambda line: True))
+    else:
+        message = "interrupted" if interrupted else f"{error}{_WITHOUT_DEEPSPEED}" if lacking else str(error)
+        text = f"hf_zero: {message}\n{_users_line(trace)}  ({TRACEBACK_VARIABLE}=1 prints the traceback)\n"
+        _print_once(text, topic=message)
+    raise SystemExit(130 if interrupted else STATUS)  # the interpreter takes the status from here
 
 
 def _users_line(trace: TracebackType | None) -> str:
@@ -94,10 +108,14 @@ def _print_once(text: str, topic: str) -> None:
             return
     except Exception:  # no store, or its host is gone, or the other rank ended before it could print
         store = None
-    # Not sys.stderr: torch's own hook puts a buffer there while it calls this one, and does not survive SystemExit.
-    print(text, end="", file=sys.__stderr__, flush=True)
+    _print(text)
     if store is not None:
         store.set(f"{key}/printed", "1")
+
+
+def _print(text: str) -> None:
+    # Not sys.stderr: torch's own hook puts a buffer there while it calls ours, and does not survive SystemExit.
+    print(text, end="", file=sys.__stderr__, flush=True)
 
 
 def _store():

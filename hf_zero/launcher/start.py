@@ -8,28 +8,35 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroError, ZeroLaunchError
+from hf_zero.launcher import failures
 from hf_zero.launcher.arguments import config_file_of, config_of_command, parse_command
 from hf_zero.launcher.environment import USE_DEEPSPEED, exported, has_accelerator
 
 
-def main(argv: Sequence[str]) -> int:
-    """``hf-zero launch``: every option of ``accelerate launch``."""
+def main(argv: Sequence[str], change: Callable[[ZeroConfig], ZeroConfig] | None = None) -> int:
+    """``hf-zero launch``: every option of ``accelerate launch``. Ranks are given what `change` makes of its file.
+
+    Raises ZeroError and OSError for what cannot be started.
+    """
     from accelerate.commands.launch import _validate_launch_command
 
     try:
         args = parse_command(argv)
         config = config_of_command(args)  # before Accelerate reads the file: our messages name lines
+        config = config if change is None else change(config)
         _resolve_processes(args)
         _fill_in(args)
+        args.use_parallelism_config = False  # Accelerate knows it with FSDP only; `config` has it
         args, _, _ = _validate_launch_command(args)
-        return launch_ranks(args, config)
-    except (ZeroError, ValueError, FileNotFoundError, ConnectionError) as error:
-        print(f"hf-zero launch: {error}", file=sys.stderr)
-        return 2
+    except ZeroError:
+        raise
+    except ValueError as error:  # a message of Accelerate's
+        raise ZeroLaunchError(str(error)) from error
+    return launch_ranks(args, config)
 
 
 def launch_from_accelerate(args: argparse.Namespace, reason: str) -> None:
@@ -38,7 +45,10 @@ def launch_from_accelerate(args: argparse.Namespace, reason: str) -> None:
         config = config_of_command(args)
         _check_machines(args)
     except ZeroError as error:
-        raise SystemExit(f"hf_zero: {error}") from None
+        if failures.wants_traceback():
+            raise
+        print(f"hf_zero: {error}", file=sys.stderr)
+        raise SystemExit(failures.STATUS) from None
     print(
         f"hf_zero: {reason}, hf_zero runs this ZeRO stage {config.zero_stage} job itself "
         "(HF_ZERO_LAUNCH_HOOK=0 switches this off)",
@@ -67,7 +77,7 @@ def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> int:
     if config.is_set("mixed_precision"):
         args.mixed_precision = config.mixed_precision
     # Accelerate's launcher picks its path from these; the ranks are plain torchrun ranks.
-    args.multi_gpu, args.use_deepspeed, args.use_fsdp = True, False, False
+    args.multi_gpu, args.use_deepspeed, args.use_fsdp, args.use_parallelism_config = True, False, False, False
     os.environ.pop(USE_DEEPSPEED, None)
     _put_in_front(args)
     try:
@@ -76,7 +86,7 @@ def launch_ranks(args: argparse.Namespace, config: ZeroConfig) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"hf_zero: rank {rank} {_how_it_ended(failure.exitcode)}", file=sys.stderr)
-        return 2 if failure.exitcode == 2 else 1  # 2 is a usage error, here and in the ranks
+        return failures.STATUS if failure.exitcode == failures.STATUS else 1
     except (SignalException, KeyboardInterrupt) as error:
         number = getattr(error, "sigval", signal.SIGINT)
         print(f"hf_zero: ended by {signal.Signals(number).name}", file=sys.stderr)

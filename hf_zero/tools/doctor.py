@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -10,72 +9,61 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
 from hf_zero.command_line import CommandParser
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.errors import ZeroRuntimeError
+from hf_zero.tools.requirements import requirements
 
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "9p", "fuse.sshfs"}
+_REPORT = "report"  # the file with what the self-test has found
 _TIMEOUT_S = 120  # most of it is what interpreters take to import torch where other programs run as well
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report; `level` is ok, note or fail."""
 
-    what: str
     level: str
+    what: str
     text: str
 
 
-def _ok(what: str, text: str) -> Finding:
-    return Finding(what=what, level="ok", text=text)
-
-
-def _note(what: str, text: str) -> Finding:
-    return Finding(what=what, level="note", text=text)
-
-
-def _fail(what: str, text: str) -> Finding:
-    return Finding(what=what, level="fail", text=text)
+_ok, _note, _fail = (functools.partial(Finding, level) for level in ("ok", "note", "fail"))
 
 
 def versions() -> Iterator[Finding]:
     yield _ok("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for line in metadata.requires("hf_zero") or []:
-        wanted = Requirement(line)
-        if wanted.marker is not None and "extra" in str(wanted.marker):
-            continue
-        try:
-            found = metadata.version(wanted.name)
-        except metadata.PackageNotFoundError:
-            yield _fail(wanted.name, f"is not installed: pip install '{wanted.name}{wanted.specifier}'")
-            continue
-        good = wanted.specifier.contains(found, prereleases=True)
-        yield (
-            _ok(wanted.name, found)
-            if good
-            else _fail(wanted.name, f"{found} is outside {wanted.specifier}: pip install '{line.partition(';')[0]}'")
-        )
-    for name in ("trl", "peft", "matplotlib"):
-        try:
-            yield _ok(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield _note(name, "is not installed (optional)")
+    for wanted in requirements():
+        found = _version(wanted.name)
+        fix = f"pip install '{wanted.name}{wanted.specifier}'"
+        if found is None:
+            yield _fail(wanted.name, f"is not installed: {fix}")
+        elif wanted.specifier.contains(found, prereleases=True):
+            yield _ok(wanted.name, found)
+        else:
+            yield _fail(wanted.name, f"{found} is outside {wanted.specifier}: {fix}")
+    for name in ("trl", "peft"):
+        found = _version(name)
+        yield _ok(name, found) if found else _note(name, "is not installed (optional)")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def devices() -> Iterator[Finding]:
@@ -83,10 +71,8 @@ def devices() -> Iterator[Finding]:
     import torch.distributed as dist
 
     memory = psutil.virtual_memory()
-    yield _ok(
-        "host",
-        f"{os.cpu_count()} cores, {memory.total / 1e9:.0f} GB memory ({memory.available / 1e9:.0f} GB available)",
-    )
+    total, available = memory.total / 1e9, memory.available / 1e9
+    yield _ok("host", f"{os.cpu_count()} cores, {total:.0f} GB memory ({available:.0f} GB available)")
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     level = _ok if "gloo" in backends else _fail
     yield level("backends", ", ".join(backends) or "torch was built without any")
@@ -103,11 +89,10 @@ def devices() -> Iterator[Finding]:
         yield level("GPU links", f"{linked} of {len(pairs)} pairs reach each other's memory (nvidia-smi topo -m)")
     fabric = Path("/sys/class/infiniband")
     cards = sorted(entry.name for entry in fabric.iterdir()) if fabric.is_dir() else []
-    yield (
-        _ok("network", f"InfiniBand/RoCE: {', '.join(cards)}")
-        if cards
-        else _note("network", "no InfiniBand or RoCE card: between machines everything goes over TCP")
-    )
+    if cards:
+        yield _ok("network", f"InfiniBand/RoCE: {', '.join(cards)}")
+    else:
+        yield _note("network", "no InfiniBand or RoCE card: between machines everything goes over TCP")
 
 
 def limits() -> Iterator[Finding]:
@@ -181,41 +166,26 @@ def disk_speed(folder: Path) -> Iterator[Finding]:
 
 def collectives(num_processes: int, timeout_s: float) -> Iterator[Finding]:
     """Have ranks gather and reduce with each other, in processes of their own."""
+    from torch import multiprocessing
+
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "hf_zero.tools.doctor",
-                    "--rank",
-                    str(rank),
-                    "--num-processes",
-                    str(num_processes),
-                ],
-                env={**os.environ, "HF_ZERO_DOCTOR_FOLDER": folder, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_processes)
-        ]
+        ranks = multiprocessing.start_processes(_one_rank, (num_processes, Path(folder)), num_processes, join=False)
         try:
-            reports = [rank.communicate(timeout=max(0.0, deadline - time.monotonic())) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            yield _fail("collectives", _too_late(sum(rank.poll() is None for rank in ranks), num_processes, timeout_s))
+            while not ranks.join(max(0.0, deadline - time.monotonic())):  # as soon as one has ended, too
+                if time.monotonic() > deadline:
+                    late = sum(rank.is_alive() for rank in ranks.processes)
+                    yield _fail("collectives", _too_late(late, num_processes, timeout_s))
+                    return
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            yield _fail("collectives", f"rank {error.error_index} of {num_processes}: {reason}")
             return
         finally:
-            for rank in ranks:
+            for rank in ranks.processes:
                 rank.kill()
-                rank.wait()
-    for number, (rank, (out, err)) in enumerate(zip(ranks, reports, strict=True)):
-        if rank.returncode:
-            reason = (err.strip() or out.strip() or f"exit status {rank.returncode}").splitlines()[-1]
-            yield _fail("collectives", f"rank {number} of {num_processes}: {reason}")
-            return
-    yield _ok("collectives", reports[0][0].strip().splitlines()[-1])
+                rank.join()
+        yield _ok("collectives", Path(folder, _REPORT).read_text())
 
 
 def _too_late(late: int, num_processes: int, timeout_s: float) -> str:
@@ -230,7 +200,7 @@ def _too_late(late: int, num_processes: int, timeout_s: float) -> str:
     )
 
 
-def _one_rank(rank: int, world_size: int) -> int:
+def _one_rank(rank: int, world_size: int, folder: Path) -> None:
     """One rank of the self-test: every move that the engine makes, checked."""
     import torch
 
@@ -241,7 +211,8 @@ def _one_rank(rank: int, world_size: int) -> int:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    join("nccl" if on_gpu else "gloo", Path(os.environ["HF_ZERO_DOCTOR_FOLDER"]) / "store", rank, world_size)
+    torch.set_num_threads(1)
+    join("nccl" if on_gpu else "gloo", folder / "store", rank, world_size)
     comm = Communicator.connect()
     numel = 1 << 20
     began = time.perf_counter()
@@ -259,9 +230,9 @@ def _one_rank(rank: int, world_size: int) -> int:
     assert sums == {"reduce-scatter": world_size * numel, "all-reduce": 4 * world_size}, f"wrong sums: {sums}"
     comm.barrier()
     rate = sum(comm.traffic.bytes_sent.values()) / (time.perf_counter() - began) / 1e9
-    how = f"moved by each, by {comm.transport_name}"
-    print(f"{world_size} ranks: right values, {rate:.2f} GB/s {how}")
-    return 0
+    if rank == 0:
+        how = f"moved by each, by {comm.transport_name}"
+        (folder / _REPORT).write_text(f"{world_size} ranks: right values, {rate:.2f} GB/s {how}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -276,15 +247,19 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
     parser.add_argument("--disk", metavar="PATH", help="measure the disk of this folder, for state that is kept there")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure how fast --num-processes ranks compute and send here, for hf-zero plan --time --machine FILE",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.rank is not None:
-        return _one_rank(options.rank, options.num_processes)
     for option, name in (("--folder", options.folder), ("--disk", options.disk)):
         if name is not None and not (Path(name).is_dir() and os.access(name, os.W_OK)):
             print(f"hf-zero doctor: {option} {name} is no folder that you may write to", file=sys.stderr)
             return 2
+    if options.calibrate is not None:
+        return _calibrate(Path(options.calibrate), options.num_processes)
     folder = Path(options.folder).absolute()
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, limits, lambda: disk(folder)]
     if options.disk is not None:
@@ -293,10 +268,22 @@ def main(argv: Sequence[str]) -> int:
         checks.append(lambda: collectives(options.num_processes, options.timeout))
     findings = [finding for check in checks for finding in check()]
     if options.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         _print(findings)
     return 1 if any(finding.level == "fail" for finding in findings) else 0
+
+
+def _calibrate(path: Path, ranks: int) -> int:
+    from hf_zero.tools.calibrate import calibrate
+
+    try:
+        path.write_text(calibrate(max(1, ranks)))
+    except (OSError, ZeroRuntimeError) as error:
+        print(f"hf-zero doctor: --calibrate {path}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}: hf-zero plan MODEL --time --machine {path}")
+    return 0
 
 
 def _print(findings: list[Finding]) -> None:
@@ -304,11 +291,4 @@ def _print(findings: list[Finding]) -> None:
     styles = {"ok": "green", "note": "yellow", "fail": "bold red"}
     for finding in findings:
         table.add_row(f"[{styles[finding.level]}]{finding.level}[/]", finding.what, finding.text)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)

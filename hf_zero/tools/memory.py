@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.core.flat_buffer import FlatBuffer
+from hf_zero.core.master import MasterShard, SliceShard, WeightShard, map_tensors
 from hf_zero.core.placement import Place
 from hf_zero.core.unit import Unit
 
@@ -32,45 +34,93 @@ CATEGORIES = (
 )
 
 
+# The variable that says where a Trainer writes its memory report, whatever its arguments say.
+MEMORY_FOLDER = "HF_ZERO_MEMORY_FOLDER"
+FORWARD = "hf_zero::forward"  # the range of a trace in which the whole model runs forward
 _ERROR = 2  # of torch's levels for what its C++ side says
 
 
 def tensors_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
-    """The tensors that an engine holds on this rank. Those that share a storage share its bytes."""
+    """The tensors that an engine holds in the device's memory. Those that share a storage share its bytes."""
     whole = "unsharded parameters" if any(unit.sharded for unit in engine.units) else "parameters"
     found: dict[str, list[Tensor]] = {category: [] for category in CATEGORIES}
+    states = _states(engine)
     for unit in engine.units:
         for buffer in unit.buffers:
             found[whole if buffer.sharded else "parameters"].append(buffer.unsharded)
-            found["parameters"] += buffer.kept_weights
-        found["unreduced gradients"] += [tensor for g in unit.gradients for tensor in g.held]
-        found["gradients"] += [tensor for g in unit.gradients for tensor in g.fetched]
-    shards = [shard for buffer in engine.buffers for shard in buffer.master_shards]
-    found["gradients"] += [shard.owed_grad for shard in shards if shard.owed_grad is not None]
-    for master in engine.masters:
-        found["master weights"].append(master)
-        if master.grad is not None:
-            found["gradients"].append(master.grad)
-    for optimizer in engine.optimizers:
-        for state in optimizer.state.values():
-            found["optimizer states"] += [value for value in state.values() if isinstance(value, Tensor)]
+            found["parameters"] += [shard.kept for shard in buffer.resting.weights if not _is_apart(engine, shard)]
+            found["parameters"] += [] if buffer.node_slice is None else [buffer.node_slice.values]
+    for shard in (shard for buffer in engine.buffers for shard in buffer.master_shards):
+        if not _is_apart(engine, shard):
+            found["master weights"] += [] if shard.is_part else [shard.weight]
+            found["optimizer states"] += _tensors(states.get(shard.weight, {}))
+    return found | gradients_by_category(engine)
+
+
+def gradients_by_category(engine: ZeroEngine) -> dict[str, list[Tensor]]:
+    """Those of them that come and go in a backward pass."""
+    unreduced = [tensor for unit in engine.units for g in unit.gradients for tensor in g.held]
+    reduced = [tensor for unit in engine.units for g in unit.gradients for tensor in g.fetched]
+    for buffer in engine.buffers:
+        for shard in buffer.master_shards:
+            if not _is_apart(engine, shard):
+                reduced += [grad for grad in (shard.weight.grad, shard.owed_grad) if grad is not None]
+        reduced += _of_slices(buffer)
+    return {"gradients": reduced, "unreduced gradients": [*unreduced, *engine.mesh.errors]}
+
+
+def _of_slices(buffer: FlatBuffer) -> list[Tensor]:
+    """The gradients of elements whose masters have owners (see [Note: owned])."""
+    slices = [shard for shard in buffer.resting.shards if isinstance(shard, SliceShard)]
+    return [shard.weight.grad for shard in slices if shard.weight.grad is not None]
+
+
+def _tensors(state: dict) -> list[Tensor]:
+    """All that an optimizer keeps for one weight, in whatever nest."""
+    found: list[Tensor] = []
+    map_tensors(state, found.append)
     return found
 
 
+def tensors_apart(engine: ZeroEngine) -> list[Tensor]:
+    """Those that it holds in the host's memory, where the device has one of its own."""
+    states, found = _states(engine), []
+    for buffer in engine.buffers:
+        found += [shard.kept for shard in buffer.resting.weights if _is_apart(engine, shard)]
+        for shard in buffer.master_shards:
+            if _is_apart(engine, shard):
+                values = states.get(shard.weight, {}).values()
+                held = [shard.weight, shard.weight.grad, shard.owed_grad, *values]
+                found += [tensor for tensor in held if isinstance(tensor, Tensor)]
+    return found
+
+
+def _states(engine: ZeroEngine) -> dict[Tensor, dict]:
+    return {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+
+
+def _is_apart(engine: ZeroEngine, shard: MasterShard | WeightShard) -> bool:
+    """Whether the tensors of a shard are in the host's memory, and the device has one of its own."""
+    return shard.place is not Place.DEVICE and engine.homes.host.courier.crosses
+
+
 def bytes_elsewhere(engine: ZeroEngine) -> dict[str, dict[str, int]]:
-    """The bytes that rest away from the device, by place and category, and the host's buffers for what is on disk.
+    """The bytes that rest away from the device, by place and category, and the host's buffers for what moves.
 
     On CPU ranks the host's memory is the device's: what rests there is in the report's categories, too.
     """
-    states = {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+    states = _states(engine)
     found: dict[Place, Counter[str]] = {place: Counter() for place in Place}
     for buffer in engine.buffers:
         for shard in buffer.master_shards:
             found[shard.place]["master weights"] += shard.numel * shard.weight.itemsize
+            if _is_apart(engine, shard):
+                held = [grad for grad in (shard.weight.grad, shard.owed_grad) if grad is not None]
+                found[Place.HOST]["gradients"] += count_bytes(held)
             for flat in shard.flats_in(states.get(shard.weight, {})).values():
                 found[shard.place]["optimizer states"] += shard.numel * flat.itemsize
         for weights in buffer.resting.weights:
-            found[weights.place]["parameters"] += weights.numel * weights.dtype.itemsize
+            found[weights.place]["parameters"] += weights.kept.nbytes
     found[Place.HOST]["buffers"] += engine.homes.buffer_bytes
     del found[Place.DEVICE]
     return {place.value: dict(+counts) for place, counts in found.items() if counts.total()}
@@ -156,18 +206,19 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
 
 def _unit_memory(unit: Unit, engine: ZeroEngine) -> UnitMemory:
-    states = {weight: state for optimizer in engine.optimizers for weight, state in optimizer.state.items()}
+    states = _states(engine)
     count: Counter[str] = Counter()
     for buffer in unit.buffers:
         count["unsharded" if buffer.sharded else "parameters"] += buffer.unsharded.untyped_storage().nbytes()
         count["parameters"] += sum(tensor.nbytes for tensor in buffer.kept_weights)
         for shard in buffer.master_shards:
             numel, weight = shard.numel, shard.weight
-            flats = shard.flats_in(states.get(weight, {})).values()
-            count["optimizer"] += numel * sum(flat.itemsize for flat in (weight, *flats))
+            kept = [tensor for tensor in _tensors(states.get(weight, {})) if tensor.dim() or not weight.dim()]
+            count["optimizer"] += (0 if shard.is_part else weight.nbytes) + sum(tensor.nbytes for tensor in kept)
             grad = shard.owed_grad if weight.grad is None else weight.grad
             if grad is not None:
                 count["gradients"] += numel * grad.itemsize
+        count["gradients"] += sum(grad.nbytes for grad in _of_slices(buffer))
     for gradient in unit.gradients:
         count["gradients"] += sum(tensor.nbytes for tensor in gradient.held)
     names = ("parameters", "unsharded", "gradients", "optimizer")
@@ -182,9 +233,10 @@ def _finish_gathers(engine: ZeroEngine | None) -> None:
 
 
 class PeakBytes:
-    """The most bytes that were allocated at one time inside `measure_peak`."""
+    """The most bytes that were allocated at one time inside `measure_peak`, and what a step was at then."""
 
     value: int | None = None
+    moment: str = ""
 
 
 @contextlib.contextmanager
@@ -236,5 +288,20 @@ def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
-    result.value = before + max(totals, default=0)
+    found = [event for event in events if event.get("name") == "[memory]"]
+    if found:
+        peak = max(found, key=lambda event: event["args"]["Total Allocated"])
+        result.value = before + peak["args"]["Total Allocated"]
+        result.moment = _moment(events, peak["ts"])
+
+
+def _moment(events: list[dict], at: float) -> str:
+    """What a step was at, by the ranges that torch and `ZeroMemoryCallback` write into its trace."""
+
+    def runs(name: str) -> bool:
+        ranges = (event for event in events if event.get("ph") == "X" and event["name"].startswith(name))
+        return any(event["ts"] <= at <= event["ts"] + event["dur"] for event in ranges)
+
+    if not any(event.get("name") == FORWARD for event in events):
+        return ""
+    return "forward" if runs(FORWARD) else "the optimizer step" if runs("Optimizer.step") else "backward"

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.verify import causes
-from hf_zero.verify.measures import KERNEL, Measure, Mismatch, gradient_bounds, update_bounds
+from hf_zero.verify.measures import KERNEL, ROUNDING, Measure, Mismatch, gradient_bounds, update_bounds
 from hf_zero.verify.probes import fingerprint, random_state, recorded, set_random_state, watched_entry
 from hf_zero.verify.systems import Named, Reference, System
 from hf_zero.verify.task import Batch, Task
@@ -20,6 +20,7 @@ from hf_zero.verify.task import Batch, Task
 # What is promised, in the order in which faults show: a later one may only follow from an earlier one.
 PROMISES = {
     "structure": "the same parameters, tied and frozen alike",
+    "quantised weights": "the codec's error: 2-norm of the difference over that of the weights, in 8 bits",
     "data": "every rank is given its own micro-batches",
     "random numbers": "generators stand where those of one process stand",
     "losses": "the same kernels on the same weights; a few roundings where tensors lie elsewhere in memory",
@@ -61,6 +62,7 @@ class Audit:
     random: list[tuple[Tensor, ...]] = field(default_factory=list)
     limit: float = math.inf
     wire: float = 0.0  # relative rounding of the gradients that ranks send
+    codec: float = 0.0  # relative error (2-norm) of quantised messages, at most
     leaves_out: bool = False  # whether some micro-batch on some rank gave a trained parameter no gradient
     finding: Finding | None = None
 
@@ -76,6 +78,9 @@ class Auditor:
         self.audit = Audit(wire=_WIRE[sent])
         if self.audit.wire:
             self.audit.measures["gradients"].explained += f", and one to {sent} where ranks send them"
+        self.audit.codec = max(system.codecs.values(), default=0.0)
+        if "gradients" in system.codecs:
+            self.audit.measures["gradients"].explained += "; the codec's error: 2-norm over that of all gradients"
         self._summands = comm.world_size * task.accumulation + 2
         self._first = self.reference.weights()
         # As they are computed with: in the 16-bit modes nothing keeps their fp32 values.
@@ -137,6 +142,8 @@ class Auditor:
         return f"frozen parameter trained: '{name}'" if seen[name].requires_grad else f"'{name}' is not trained"
 
     def _step(self, step: int) -> None:
+        if "weights" in self.system.codecs and not self._take_decoded(step):
+            return
         weights = self.task.weights(self.comm.world_size, step)
         batches = [self.task.batch(self.comm.rank, step, number) for number in range(self.task.accumulation)]
         states = self._micro_steps(step, batches, weights[self.comm.rank])
@@ -151,6 +158,20 @@ class Auditor:
         if clipped is not None:
             # What no rank has used is not stepped: torch's optimizers leave out what has no gradient.
             self._updates(step, {name: grad for name, grad in clipped.items() if name in self.reference.used})
+
+    def _take_decoded(self, step: int) -> bool:
+        """Have the reference compute with what the codec has made of the weights, if that is near them."""
+        decoded = self.system.computed()
+        self.audit.measures["quantised weights"].apart(
+            decoded, self.reference.weights(), self.system.codecs["weights"] + ROUNDING[self.config.mixed_precision]
+        )
+        found = self._failed("quantised weights")
+        if found is not None:
+            self._blame(found, step, f"the model computes with other weights than the codec makes: {found[2].where}")
+            return False
+        self.reference.compute_with(decoded)
+        self._frozen = {name: decoded[name] for name in self._frozen}
+        return True
 
     def _micro_steps(self, step: int, batches: list[Batch], weights: list[float]) -> list[tuple[Tensor, ...]]:
         """All micro-batches of a step through both; returns where the generators stood before each."""
@@ -193,12 +214,16 @@ class Auditor:
 
     def _gradients(self, step: int, mine: Named, batches: list[Batch], states: list, weights: list) -> bool:
         theirs, sizes = self.reference.gradients()
-        bounds = gradient_bounds(sizes, self._summands, self.audit.wire)
-        self.audit.measures["gradients"].tensors(mine, theirs, bounds)
+        measure, codec = self.audit.measures["gradients"], self.system.codecs.get("gradients")
+        if codec is None:
+            bounds = gradient_bounds(sizes, self._summands, self.audit.wire)
+            measure.tensors(mine, theirs, bounds)
+            wrong = [name for name in theirs if _apart(mine.get(name), theirs[name]) > bounds[name]]
+        else:
+            wrong = measure.apart(mine, theirs, codec + self.audit.wire)
         found = self._failed("gradients")
         if found is None:
             return False
-        wrong = [name for name in theirs if _apart(mine.get(name), theirs[name]) > bounds[name]]
         wrong = self.comm.all_gather_object(wrong)[found[1]]
         self._blame(found, step, self._gradient_cause(mine, wrong, len(theirs), batches, states, weights))
         return True

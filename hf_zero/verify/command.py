@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_zero.command_line import CommandParser
+from hf_zero.command_line import CommandParser, positive
 from hf_zero.config.documents import load_document
+from hf_zero.config.schema import ZeroConfig
 from hf_zero.errors import ZeroError
 
 
@@ -20,17 +20,9 @@ _CPU_RANKS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where every promise holds, 1 where one does not, 2 where nothing could be verified."""
+    """0 where every promise holds, 1 where one does not, 2 or ZeroError where nothing could be verified."""
     options = _parser().parse_args(argv)
     options.script = list(argv)[len(argv) - len(options.script) :]  # as they were typed, underscores and all
-    try:
-        return _run(options)
-    except ZeroError as error:
-        print(f"hf-zero verify: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace) -> int:
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +71,7 @@ def _verify_script(options: argparse.Namespace, output: Path) -> int:
             folder.mkdir()
             os.environ |= {FOLDER_VARIABLE: str(folder), STEPS_VARIABLE: str(options.steps)}
             print(f"hf-zero verify: {options.script[0]} at stage {stage}", flush=True)
-            if start.main([*start_words, *([] if stage else ["--zero_stage", "0"]), *script]):
+            if start.main([*start_words, *script], None if stage else _plain):
                 raise ZeroError(f"{options.script[0]} has failed at stage {stage}")
             runs.append(TracedRun.read(folder))
         settings = {name: getattr(config, name) for name in config.chosen()}
@@ -87,6 +79,18 @@ def _verify_script(options: argparse.Namespace, output: Path) -> int:
     found.write(output)
     print("\n".join([*found.lines(), f"written to {output.resolve()}"]), flush=True)
     return 0 if found.holds else 1
+
+
+def _plain(config: ZeroConfig) -> ZeroConfig:
+    """What is left of a configuration at stage 0: precision, sizes, optimizer; no places, extents and codecs."""
+    from hf_zero.config.consistency import SHARED
+
+    scales = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+    steps = ("consecutive_hysteresis", "check_grad_overflow", "max_consecutive_skips", "optimizer", "scheduler")
+    batches = ("tp_size", "sp_size", "cp_size")  # which ranks have the same ones
+    kept = [name for name in (*SHARED, *scales, *steps, *batches) if name in config.chosen()]
+    origins = {name: config.origins[name] for name in kept if name in config.origins}
+    return type(config)(zero_stage=0, origins=origins, **{name: getattr(config, name) for name in kept})
 
 
 def _launch_options(options: argparse.Namespace) -> list[str]:
@@ -121,19 +125,12 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model", help="a local folder, a config.json or a hub name (default: a small one of its own)"
     )
-    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="optimizer steps (default: 5)")
-    parser.add_argument("--num-processes", type=_positive, metavar="N", help="ranks (default: one per GPU, 2 on CPU)")
-    parser.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="(default: of --config)")
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="optimizer steps (default: 5)")
+    parser.add_argument("--num-processes", type=positive, metavar="N", help="ranks (default: one per GPU, 2 on CPU)")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="precision (default: of --config)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: 0)")
     parser.add_argument(
         "--against", choices=("ddp", "fsdp2", "deepspeed"), help="verify that system instead of hf_zero, in fp32"
     )
     parser.add_argument("--output", default="certificate", metavar="FOLDER", help="(default: certificate)")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ class StockDDP:
     name = "torch DistributedDataParallel"
     loss_scale = 1.0
     clips = True  # by a call of its own, before the step
+    codecs: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, task: Task, config: ZeroConfig) -> None:
         if config.mixed_precision != "no":
@@ -60,6 +63,9 @@ class StockDDP:
 
     def weights(self) -> Named:
         return {name: _whole(param) for name, param in self.model.named_parameters()}
+
+    def computed(self) -> Named:
+        return self.weights()
 
 
 class StockFSDP2(StockDDP):

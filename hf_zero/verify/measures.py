@@ -13,6 +13,7 @@ from torch import Tensor
 ULP = 2.0**-23  # of fp32
 # Kernels may add in another order where tensors lie elsewhere in memory: what they make differs by a few roundings.
 KERNEL = 16 * ULP
+ROUNDING = {"no": KERNEL, "bf16": 2.0**-7, "fp16": 2.0**-9}  # of what a model computes in that precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,22 @@ class Measure:
                 same = torch.equal(a, b)
                 apart = 0.0 if same else (a - b).abs().max().item()
                 self._note(apart, bounds.get(name, 0.0), name, same or (a.isnan() == b.isnan()).all() and apart == 0)
+
+    def apart(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float) -> list[str]:
+        """Compare 2-norms over all tensors: of the difference, relative to that of `theirs`, as codecs are judged.
+
+        Returns the tensors that are further apart than the bound themselves; the worst one is named.
+        """
+        shares, wrong, whole = {}, 0.0, 0.0
+        for name, right in theirs.items():
+            apart = (mine[name] - right).double().square().sum().item() if name in mine else math.inf
+            size = right.double().square().sum().item()
+            shares[name] = math.sqrt(apart / size) if size else math.inf if apart else 0.0
+            wrong, whole = wrong + apart, whole + size
+        error = math.sqrt(wrong / whole) if whole else math.inf if wrong else 0.0
+        where = max(shares, key=lambda name: shares[name], default="")
+        self._note(error, bound, where, error == 0)
+        return [name for name, share in shares.items() if not share <= bound]
 
     def _note(self, difference: float, bound: float, where: str, same: bool) -> None:
         self.compared += 1

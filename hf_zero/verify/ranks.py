@@ -13,6 +13,7 @@ import transformers
 
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config.consistency import resolve_auto
+from hf_zero.errors import ZeroConfigError
 from hf_zero.launcher.environment import resolve_from_environment
 from hf_zero.launcher.ranks import join_ranks
 from hf_zero.verify.command import OPTIONS_VARIABLE
@@ -29,6 +30,12 @@ def main() -> int:
     device = join_ranks()
     comm = Communicator.connect(device=device)
     given = resolve_from_environment().config
+    for name in ("tp_size", "sp_size", "cp_size"):
+        if getattr(given, name) > 1:
+            raise ZeroConfigError(
+                f"{name} is {getattr(given, name)} ({given.where(name)}): verify compares ranks with batches of their "
+                "own here; set it to 1, or verify a script"
+            )
     task = make_task(options["model"], given, device, steps=options["steps"], seed=options["seed"])
     check_room(task.numel, device, comm)
     config = resolve_auto(given, world_size=comm.world_size, hidden_size=task.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_zero.comm.communicator import Communicator
 from hf_zero.errors import ZeroLaunchError
 from hf_zero.verify.audit import Audit
-from hf_zero.verify.measures import KERNEL, Measure
+from hf_zero.verify.measures import KERNEL, ROUNDING, Measure
 from hf_zero.verify.probes import set_random_state
 from hf_zero.verify.systems import Named, ZeroSystem
 from hf_zero.verify.task import Task
@@ -33,7 +34,7 @@ class Trace:
     weights: Named
 
 
-def train_ddp(task: Task, audit: Audit, comm: Communicator) -> Trace:
+def train_ddp(task: Task, audit: Audit, comm: Communicator, precision: str) -> Trace:
     """Train with the stock class, from the first weights on, with the random numbers of the audited run."""
     model = task.build()
     optimizer = task.make_optimizer(model)
@@ -45,14 +46,17 @@ def train_ddp(task: Task, audit: Audit, comm: Communicator) -> Trace:
         for number, weight in enumerate(weights):
             set_random_state(next(states), device)
             wrapped.require_backward_grad_sync = number == len(weights) - 1
-            loss = task.loss(wrapped, task.batch(comm.rank, step, number))
+            with autocast(device, precision):
+                loss = task.loss(wrapped, task.batch(comm.rank, step, number))
             (loss * weight).backward()
             losses.append(loss.item())
         _clip_and_step(model, optimizer, audit.limit)
     return Trace(losses=losses, weights=_weights(model))
 
 
-def train_alone(task: Task, states: Sequence[Sequence[tuple[Tensor, ...]]], limit: float, world_size: int) -> Trace:
+def train_alone(
+    task: Task, states: Sequence[Sequence[tuple[Tensor, ...]]], limit: float, world_size: int, precision: str
+) -> Trace:
     """Train in this process alone on the micro-batches of all ranks; `states` are their random numbers, by rank."""
     model = task.build()
     optimizer = task.make_optimizer(model)
@@ -62,11 +66,17 @@ def train_alone(task: Task, states: Sequence[Sequence[tuple[Tensor, ...]]], limi
         for rank, weights in enumerate(task.weights(world_size, step)):
             for number, weight in enumerate(weights):
                 set_random_state(states[rank][step * task.accumulation + number], device)
-                loss = task.loss(model, task.batch(rank, step, number))
+                with autocast(device, precision):
+                    loss = task.loss(model, task.batch(rank, step, number))
                 (loss * weight / world_size).backward()
                 losses += [loss.item()] if rank == 0 else []
         _clip_and_step(model, optimizer, limit)
     return Trace(losses=losses, weights=_weights(model))
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """What stock classes compute in: fp32 weights, cast in each operation."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
 
 
 def _clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float) -> None:
@@ -82,16 +92,19 @@ def _weights(model: nn.Module) -> Named:
     return {name: param.detach().float().clone() for name, param in model.named_parameters()}
 
 
-def compare_runs(promise: str, audit: Audit, mine: Named, run: Trace, rates: float) -> Measure:
+def compare_runs(promise: str, audit: Audit, mine: Named, run: Trace, rates: float, precision: str) -> Measure:
     """The audited run beside another one; `rates` is the sum of the learning rates of its steps.
 
     Where a gradient is nothing but rounding, Adam makes a whole step of it, in either direction: that bounds weights.
     """
-    wire = " and what ranks round when they send" if audit.wire else ""
-    measure = Measure(promise=promise, explained=f"order of sums{wire}; it grows from step to step")
+    reasons = ["order of sums"]
+    reasons += ["what is rounded to bf16, here weights and here and there activations"] * (precision == "bf16")
+    reasons += ["what ranks round when they send"] * bool(audit.wire) + ["the codec's error"] * bool(audit.codec)
+    measure = Measure(promise=promise, explained=f"{', '.join(reasons)}; it grows from step to step")
+    rounding = max(_DRIFT, ROUNDING[precision]) + audit.wire + audit.codec
     per_step = max(1, len(run.losses) // max(1, len(audit.norms)))
     for number, (loss, right) in enumerate(zip(audit.losses, run.losses, strict=True)):
-        bound = (_DRIFT + audit.wire) * (1 + number // per_step) * max(1.0, abs(right))
+        bound = rounding * (1 + number // per_step) * max(1.0, abs(right))
         measure.numbers(loss, right, bound, f"loss of micro-batch {number}")
     measure.tensors(mine, run.weights, dict.fromkeys(run.weights, 2 * rates))
     return measure

@@ -16,10 +16,9 @@ from hf_zero.errors import ZeroLaunchError
 from hf_zero.verify import causes
 from hf_zero.verify.audit import Finding
 from hf_zero.verify.certificate import Certificate, Verdict
-from hf_zero.verify.measures import KERNEL, Measure
+from hf_zero.verify.measures import KERNEL, ROUNDING, Measure
 
 
-_ROUNDING = {"no": KERNEL, "bf16": 2.0**-7, "fp16": 2.0**-9}  # of what a model computes in that precision
 _GROWTH = 1e-3  # of a gradient, of its largest element, once weights have begun to differ
 
 
@@ -54,7 +53,7 @@ def compare_traces(mine: TracedRun, right: TracedRun, *, script: str, settings: 
             f"the script was started for stage 0, and trained by {right.ranks[0]['system']}: it names a configuration "
             "itself (--deepspeed or zero_stage=); leave that out, and give the file by --config"
         )
-    comparison = _Comparison(mine, right, _ROUNDING[mine.ranks[0]["precision"]])
+    comparison = _Comparison(mine, right, ROUNDING[mine.ranks[0]["precision"]])
     finding = comparison.run()
     return Certificate(
         system=f"{mine.ranks[0]['system']}, beside {right.ranks[0]['system']}",
@@ -73,8 +72,10 @@ def compare_traces(mine: TracedRun, right: TracedRun, *, script: str, settings: 
 class _Comparison:
     def __init__(self, mine: TracedRun, right: TracedRun, rounding: float) -> None:
         self.mine, self.right, self.rounding = mine, right, rounding
+        self.codec = mine.ranks[0]["codec"]  # relative error (2-norm) of quantised messages, at most
         self.micro_batches = len(right.ranks[0]["losses"]) // right.ranks[0]["steps"]
         explained = "order of sums and the precision computed in; it grows from step to step"
+        explained += "; the codec's error" if self.codec else ""
         self.structure = Measure(promise="structure", explained="the same parameters, frozen alike")
         self.data = Measure(promise="data", explained="every rank is given its own micro-batches")
         self.options = Measure(promise="optimizer settings", explained="the same rates and weight decays")
@@ -135,7 +136,7 @@ class _Comparison:
                 cause = f"{len(losses[0])} micro-batches in a step, and not {len(losses[1])}"
                 return self._finding(self.losses, step, rank, cause)
             for number, (loss, expected) in enumerate(zip(*losses, strict=True)):
-                bound = 4 * self.rounding * (1 + step) * max(1.0, abs(expected))
+                bound = (4 * self.rounding + self.codec) * (1 + step) * max(1.0, abs(expected))
                 self.losses.numbers(loss, expected, bound, f"micro-batch {number}")
             if self.losses.mismatch is not None:
                 since = "from the first weights on" if step == 0 else "though the weights before it agree"
@@ -156,11 +157,17 @@ class _Comparison:
         largest = {name: grad.abs().max().item() for name, grad in right.items() if grad.numel()}
         relative = 64 * self.rounding if step == 0 else max(_GROWTH, 64 * self.rounding)
         floor = relative / 64 * max(largest.values(), default=0.0)
-        self.gradients.tensors(mine, right, {name: relative * value + floor for name, value in largest.items()})
+        if self.codec:
+            self.gradients.apart(mine, right, self.codec * (1 + step) + relative)
+        else:
+            self.gradients.tensors(mine, right, {name: relative * value + floor for name, value in largest.items()})
         if self.gradients.mismatch is not None:
             return self._finding(self.gradients, step, 0, self._gradient_cause(mine, right))
         bounds = dict.fromkeys(right, 2 * rates)
         mine, right = self.mine.tensors(step, "weight"), self.right.tensors(step, "weight")
+        if self.codec:  # the peak of a block may be another parameter's
+            peak = max((value.abs().max().item() for value in right.values() if value.numel()), default=0.0)
+            bounds = {name: bounds.get(name, 0.0) + self.codec * peak for name in right}
         bounds |= {name: self._cast(value, bounds.get(name, 0.0)) for name, value in right.items()}
         self.weights.tensors(mine, right, bounds)
         if self.weights.mismatch is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,16 +12,30 @@ from torch import Tensor, nn
 from hf_zero.comm.communicator import Communicator
 from hf_zero.config import ZeroConfig
 from hf_zero.core.build import DTYPES, make_scaler
+from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.hooks import Hook
 from hf_zero.core.master import MASTER
-from hf_zero.core.optimizer import gather_states
 from hf_zero.core.precision import Precision, meet_weight
+from hf_zero.core.rebuild import gather_states
 from hf_zero.core.unit import gathered_parameters
 from hf_zero.integrations.plain_loop import shard
 from hf_zero.verify.task import Batch, Task
 
 
 Named = dict[str, Tensor]
+
+_FROZEN = 0.05  # relative error of frozen weights in 8 bits, at most
+
+
+def quantises_weights(config: ZeroConfig) -> bool:
+    """Whether what is computed with are not the masters, but what a codec has made of them."""
+    return config.zero_quantized_weights or config.zero_quantized_nontrainable_weights
+
+
+def codecs_of(engine: ZeroEngine) -> dict[str, float]:
+    """The largest relative error (2-norm) that quantised "weights" and "gradients" may have."""
+    found = {each.kind: each.limit for each in engine.mesh.quantised}
+    return found if engine.mesh.frozen is None else {"weights": _FROZEN, **found}
 
 
 class System(Protocol):
@@ -29,6 +44,7 @@ class System(Protocol):
     name: str
     model: nn.Module
     clips: bool  # by `clip`; otherwise it is not asked to
+    codecs: Mapping[str, float]  # relative error (2-norm) of quantised "weights" and "gradients", at most
 
     @property
     def loss_scale(self) -> float:
@@ -49,6 +65,9 @@ class System(Protocol):
     def weights(self) -> Named:
         """What the optimizer has made, whole, in fp32, copies."""
 
+    def computed(self) -> Named:
+        """What the model computes with, whole, in fp32, copies: where weights are quantised, what is decoded."""
+
 
 class ZeroSystem:
     """hf_zero with a configuration."""
@@ -62,6 +81,7 @@ class ZeroSystem:
         self.optimizer = task.make_optimizer(self.model)
         # `param_access: raise` is for scripts that must not read what is sharded; here gradients are read on purpose.
         self.engine = shard(self.model, self.optimizer, config.replace(param_access="gather"))
+        self.codecs = codecs_of(self.engine)
 
     @property
     def loss_scale(self) -> float:
@@ -94,6 +114,10 @@ class ZeroSystem:
                 found[name] = value.detach().float().clone().view(param.shape)
         return found
 
+    def computed(self) -> Named:
+        with gathered_parameters(self.model):
+            return {name: param.detach().float().clone() for name, param in self.model.named_parameters()}
+
     def save(self, folder: str) -> None:
         self.engine.save_checkpoint(folder)
 
@@ -113,7 +137,7 @@ class Reference:
         self.masters = task.build()
         self.optimizer = task.make_optimizer(self.masters)
         dtype = DTYPES.get(config.mixed_precision)
-        self.model = self.masters if dtype is None else task.build()
+        self.model = self.masters if dtype is None and not quantises_weights(config) else task.build()
         self.scaler = make_scaler(config)
         device = next(self.model.parameters()).device
         self._precision = Precision(self.model, dtype, device)
@@ -197,6 +221,12 @@ class Reference:
         if self.model is not self.masters:
             for param, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
                 param.copy_(master)
+
+    @torch.no_grad()
+    def compute_with(self, weights: Named) -> None:
+        """Take these in place of the masters, until they change."""
+        for name, param in self.model.named_parameters():
+            param.copy_(weights[name])
 
     def options(self) -> dict[str, dict[str, Any]]:
         """By parameter: its optimizer group's number, rate and so on, and its own state."""

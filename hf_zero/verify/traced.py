@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zero.core.engine import engine_of
 from hf_zero.core.unit import gathered_parameters
 from hf_zero.verify.probes import fingerprint
+from hf_zero.verify.systems import codecs_of
 
 
 FOLDER_VARIABLE, STEPS_VARIABLE = "HF_ZERO_VERIFY_FOLDER", "HF_ZERO_VERIFY_STEPS"
@@ -110,6 +111,7 @@ class Tracer:
             "system": system,
             "stage": None if engine is None else engine.config.zero_stage,
             "precision": "no" if engine is None else engine.config.mixed_precision,
+            "codec": 0.0 if engine is None else max(codecs_of(engine).values(), default=0.0),
             "trained": trained,
             "steps": self._step,
             "losses": self.losses,
