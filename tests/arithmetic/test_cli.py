@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import hf_zero
 from hf_zero import cli
 from hf_zero.command_line import CommandParser
+from hf_zero.config import values
 from tests.support.harness import LIMIT
 
 
@@ -29,7 +31,9 @@ def test_help_of_a_command_is_headed_by_its_name(command, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([command, "--help"])
     assert left.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: hf-zero {command} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: hf-zero {command} ")
+    assert command != "launch" or "ZeRO: --zero_stage, " in out
 
 
 def test_options_take_dashes_and_underscores_and_the_rest_is_left_alone():
@@ -56,6 +60,45 @@ def test_options_take_dashes_and_underscores_and_the_rest_is_left_alone():
 def test_every_command_takes_both_spellings(words, mark, capsys):
     assert cli.main([word.format(mark) for word in words]) == 2
     assert "/nonexistent" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "config": ["/nonexistent.yaml"],
+    "plan": ["/nonexistent/model"],
+    "verify": ["--output", "/dev/null/folder"],
+    "doctor": ["--folder", "/nonexistent"],
+    "convert": ["/nonexistent/checkpoint", "/nonexistent/target"],
+    "launch": ["--config_file", "/nonexistent.yaml", "x.py"],
+}
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_mistake_is_one_message_and_status_2(command, monkeypatch, capsys):
+    monkeypatch.delenv("HF_ZERO_TRACEBACK", raising=False)
+    assert cli.main([command, *MISTAKES[command]]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(f"hf-zero {command}: ") and "Traceback" not in error
+    assert len(error.splitlines()) == 1 and any(word in error for word in MISTAKES[command])
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_word_that_no_command_takes_is_status_2(command):
+    with pytest.raises(SystemExit) as left:
+        raise SystemExit(cli.main([command, "--no-such-option"]))
+    assert left.value.code == 2
+
+
+def test_a_variable_adds_the_traceback_of_a_mistake_and_bugs_keep_theirs(monkeypatch, capsys):
+    command = SimpleNamespace(main=lambda words: values.to_bool("perhaps"))
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: command)
+    assert cli.main(["plan"]) == 2
+    assert capsys.readouterr().err.startswith("hf-zero plan: ")
+    monkeypatch.setenv("HF_ZERO_TRACEBACK", "1")
+    assert cli.main(["plan"]) == 2
+    assert capsys.readouterr().err.startswith("Traceback")
+    command.main = lambda words: int(words)
+    with pytest.raises(TypeError):
+        cli.main(["plan"])
 
 
 def test_a_folder_that_does_not_exist_is_told_before_torch_is_imported():

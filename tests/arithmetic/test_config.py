@@ -12,6 +12,7 @@ from hf_zero.config import Origin, ZeroConfig
 from hf_zero.config.documents import load_document
 from hf_zero.config.options import OPTIONS
 from hf_zero.errors import ZeroConfigError
+from hf_zero.launcher.arguments import config_of_command, parse_command
 
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,11 @@ def test_sizes_in_elements():
     assert ZeroConfig(reduce_bucket_size="1B").elements("reduce_bucket_size", 4) == 1
 
 
+def test_a_unit_that_is_none_is_an_error():
+    with pytest.raises(ZeroConfigError, match="reduce_bucket_size is '5 ib': expected"):
+        ZeroConfig.from_any({"reduce_bucket_size": "5 ib"})
+
+
 def test_every_field_is_declared_as_an_option():
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}
     assert fields - set(OPTIONS) == {"origins", "notes"}
@@ -155,9 +161,9 @@ def test_yaml_and_json_must_agree_and_a_number_beats_auto(tmp_path):
     assert ZeroConfig.from_any(file).where("gradient_accumulation_steps") == f"{file}:4"
     file = _pair(tmp_path, {"zero_stage": 3, "gradient_accumulation_steps": 8}, content)
     assert _problems(file) == (
-        f"zero_stage differs: {file}:4 says 3, {tmp_path / 'ds.json'}:1 says 2: remove it from one of the two files",
+        f"zero_stage differs: {file}:4 says 3, {tmp_path / 'ds.json'}:1 says 2: remove it from one of the two",
         f"gradient_accumulation_steps differs: {file}:5 says 8, {tmp_path / 'ds.json'}:2 says 4: remove it from one "
-        "of the two files",
+        "of the two",
     )
 
 
@@ -260,12 +266,21 @@ def test_what_deepspeed_knows_and_needs_nothing_here_is_noted_and_misspelt_keys_
     assert problem.endswith("unknown key 'comms_confg'; did you mean 'comms_config'?")
 
 
-def test_a_json_for_sequence_parallelism_is_refused():
-    source = {"zero_optimization": {"stage": 3}, "seq_parallel_communication_data_type": "bf16"}
-    (problem,) = _problems(source)
-    assert "the file is for sequence parallelism" in problem
-    source["seq_parallel_communication_data_type"] = "fp32"  # DeepSpeed's default, which dumped files hold
-    assert ZeroConfig.from_any(source).notes == ()
+def test_sequence_parallelism_is_asked_for_in_every_format(tmp_path):
+    source = {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}
+    assert ZeroConfig.from_any(source).sp_size == 2
+    yaml_file = tmp_path / "a.yaml"
+    yaml_file.write_text(
+        "distributed_type: DEEPSPEED\nparallelism_config:\n  parallelism_config_sp_size: 4\n"
+        "  parallelism_config_sp_backend: deepspeed\n  parallelism_config_cp_size: 1\n"
+    )
+    config = ZeroConfig.from_any(yaml_file)
+    assert (config.sp_size, config.cp_size, config.where("sp_size")) == (4, 1, f"{yaml_file}:3")
+    assert any("needs no DeepSpeed" in note for note in config.notes), config.notes
+    args = parse_command(["--parallelism_config_sp_size", "2", "--zero_stage", "3", "script.py"])
+    assert config_of_command(args).sp_size == 2
+    (problem,) = _problems({"sp_size": 2, "cp_size": 2})
+    assert "not available together" in problem
 
 
 def test_json_comments_get_a_hint(tmp_path):

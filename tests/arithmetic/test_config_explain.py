@@ -222,3 +222,33 @@ def test_the_command_needs_no_torch():
         "sys.exit(status or ('torch' in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    "name, ranks, expected",
+    [
+        ("zero2", [], {"parameters": ("none: whole on every rank", "8"), "gradients": ("all 8 ranks", "1")}),
+        ("zero3", ["--world-size", "4"], {"states of the optimizer": ("all 4 ranks", "1")}),
+        (
+            "zero3_hpz",
+            [],
+            {"parameters": ("8 ranks of a node", "2"), "states of the optimizer": ("all 16 ranks", "1")},
+        ),
+        ("fsdp_hybrid", [], {"parameters": ("8 ranks of a replica", "2"), "gradients": ("8 ranks of a replica", "2")}),
+    ],
+)
+def test_it_says_over_which_ranks_state_is_shared_out(capsys, name, ranks, expected):
+    file = ZERO3.with_stem(name)
+    assert _explain(file, "--json", *ranks) == 0
+    found = {row["state"]: row for row in json.loads(capsys.readouterr().out)["extents"]}
+    for state, (shared, copies) in expected.items():
+        assert (found[state]["shared out over"], found[state]["copies"]) == (shared, copies), found
+    assert _explain(file, *ranks) == 0
+    assert "shared out over" in capsys.readouterr().out
+
+
+def test_ranks_that_cannot_be_arranged_are_a_problem(capsys, tmp_path):
+    file = tmp_path / "nodes.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}')
+    assert _explain(file, "--world-size", 4) == 2
+    assert "zero_hpz_partition_size is 3" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_any_order_of_opening_gives_what_memory_would(tmp_path, seed):
     for shelf, values in zip(shelves, plain, strict=True):
         with shelf.open() as flats:
             assert torch.equal(flats["weight"].detach(), values)
-    assert len(home._slots._slots) <= 3, "more slots are kept than were asked for"
+    assert len(home.slots._slots) <= 3, "more slots are kept than were asked for"
     home.close()
 
 

@@ -1,11 +1,12 @@
-"""Optimizers that cannot step flat slices are refused by name, before anything is changed."""
+"""Whether an optimizer steps slices or whole matrices is found out by trying; what does neither is refused by name."""
 
 import pytest
 import torch
 from transformers import Adafactor
 
 import hf_zero
-from hf_zero.core.elementwise import check_elementwise
+from hf_zero.core.elementwise import needs_whole_matrices
+from tests.support.matrix_optimizers import BlockwiseAdam, BlockwiseLion, Lamb, MuonWithAdam, Soap
 
 
 class Lion(torch.optim.Optimizer):
@@ -33,12 +34,35 @@ class NormalisedSGD(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad.div_(p.grad.norm())
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm())
         return super().step(closure)
+
+
+class CloselyClippedSGD(torch.optim.SGD):
+    """Clips by the norm over all parameters, of which each rank has some only."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class VectorSGD(torch.optim.SGD):
+    """Steps no matrix."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        raise RuntimeError("vectors only")
 
 
 def matrix():
     return [torch.nn.Parameter(torch.randn(8, 4))]
+
+
+def tried(optimizer, group=0, **options):
+    found = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+    return needs_whole_matrices(optimizer, found, **options)
 
 
 @pytest.mark.parametrize(
@@ -55,41 +79,64 @@ def matrix():
         lambda params: torch.optim.AdamW(params, fused=True, amsgrad=True),
     ],
 )
-def test_elementwise_optimizers_pass(make):
+def test_elementwise_optimizers_step_slices(make):
     optimizer = make(matrix())
-    check_elementwise(optimizer)
+    assert tried(optimizer) is tried(optimizer, in_parts=True) is False
     assert all(not isinstance(v, torch.Tensor) or v.sum() == 0 for s in optimizer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: Adafactor(params),
+        lambda params: Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=True),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.Muon(params, lr=0.1),
+        lambda params: NormalisedSGD(params, lr=0.1),
+        Lamb,
+        Soap,
+        BlockwiseAdam,
+        BlockwiseLion,
+    ],
+)
+def test_those_that_look_at_matrices_step_whole_ones(make):
+    optimizer = make(matrix())
+    assert tried(optimizer) is tried(optimizer, in_parts=True) is True
+    assert not optimizer.state, "a twin was stepped"
+
+
+def test_each_group_is_tried_by_its_own_options():
+    optimizer = MuonWithAdam([{"params": matrix(), "use_muon": True}, {"params": matrix()}])
+    assert (tried(optimizer, 0), tried(optimizer, 1)) == (True, False)
 
 
 @pytest.mark.parametrize(
     "make, reason",
     [
-        (lambda params: Adafactor(params), "shape around it|fails on flat"),
-        (lambda params: torch.optim.Adafactor(params), "shape around it|fails on flat"),
-        (lambda params: torch.optim.Muon(params, lr=0.1), "fails on flat"),
-        (lambda params: torch.optim.LBFGS(params), "fails on flat"),
-        (lambda params: NormalisedSGD(params, lr=0.1), "shape around it"),
+        (lambda params: torch.optim.LBFGS(params), "calls a closure, several times.*AdamW"),
+        (lambda params: CloselyClippedSGD(params, lr=0.1), "depends on the others.*clip_grad_norm_"),
+        (lambda params: VectorSGD(params, lr=0.1), "fails on a matrix of 8 x 4: vectors only"),
     ],
 )
 def test_others_are_refused_by_name(make, reason):
     optimizer = make(matrix())
-    with pytest.raises(ValueError, match=f"{type(optimizer).__name__} cannot be sharded: .*({reason}).*AdamW"):
-        check_elementwise(optimizer)
+    with pytest.raises(ValueError, match=f"{type(optimizer).__name__} cannot be sharded: .*{reason}"):
+        tried(optimizer)
 
 
 def test_a_refusal_leaves_the_optimizer_as_it_was():
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.Adafactor(model.parameters())
-    with pytest.raises(ValueError, match="Adafactor cannot be sharded"):
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
         hf_zero.shard(model, optimizer, {"zero_stage": 3})
-    assert type(optimizer) is torch.optim.Adafactor
+    assert type(optimizer) is torch.optim.LBFGS
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
 def test_a_schedulers_counter_is_not_moved():
     optimizer = torch.optim.SGD(matrix(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    check_elementwise(optimizer)
+    tried(optimizer)
     assert not getattr(optimizer, "_opt_called", False)
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(8, 4)
     optimizer.step()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import imports
+
 
 PACKAGE = Path(__file__).parents[2] / "hf_zero"
 MAX_LINES = 400
@@ -35,13 +37,16 @@ LAYERS = {
 
 # Inside these packages the same holds for files: a file imports only from rungs before its own.
 LADDERS = {
-    "comm": """topology watchdog peer_memory codec process_groups | meter | traffic work | sums | transport |
-        transport.alone transport.group | transport.nccl transport.messages | transport.reads | transport.counting |
-        communicator | mesh""",
-    "core": """placement direct_file layout guard heap hooks outputs loss_scale twins partition precision
-        buffers | extents disk_home deferred grad_norm elementwise | homes | gradient_route node_slice | master |
-        resting | flat_buffer | whole_gradients | gradients | unit optimizer step | optimizer_set stepping |
-        order reductions | schedule | build | prepared structure | engine""",
+    "comm": """topology watchdog peer_memory codec process_groups local_part | dtensors | feedback | meter |
+        traffic work | sums | transport | transport.alone transport.group | transport.nccl transport.messages |
+        transport.reads | transport.counting | communicator | mesh""",
+    "core": """wrappers |
+        placement courier direct_file disk_failures layout guard heap hooks outputs loss_scale twins
+        partition buffers | precision packed extents codecs disk_home deferred grad_norm elementwise ownership
+        gradient_shard gradient_sums step_place | homes | tensor_parts gradient_route node_slice | master |
+        skipped_params resting owned | flat_buffer | whole_gradients | gradients | unit binding step | rebuild |
+        optimizer | optimizer_set stepping | order reductions | schedule |
+        build activations sequence tiled_loss tiled_mlp | prepared structure | engine | drift""",
 }
 
 # What files outside of comm/ may take from torch.distributed: questions and types, nothing that moves data.
@@ -66,59 +71,16 @@ REACHING = {
 OWNERS = {"core/engine.py", "core/structure.py"}
 
 
-def _files(package):
-    return sorted(package.rglob("*.py"))
-
-
-def _module(package, file):
-    """`hf_zero/config/reader.py` as ("config", "reader"); a package's `__init__.py` as the package itself."""
-    parts = file.relative_to(package).with_suffix("").parts
-    return parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts
-
-
-def _imports(package, file, at_import=False):
-    """Yield (line, dotted name) of all imports: inside functions too, or only what importing the file runs."""
-    home = (package.name, *_module(package, file))
-    if file.name != "__init__.py":
-        home = home[:-1]
-    elif len(home) == 2 and home[1] == "__init__":
-        home = home[:1]
-    tree = ast.parse(file.read_text())
-    for node in tree.body if at_import else ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = list(home[: len(home) - node.level + 1]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield node.lineno, ".".join([*base, alias.name])
-
-
-def _target(package, dotted):
-    """The module of ours that a dotted name lies in, as parts behind the package; None for other people's."""
-    parts = dotted.split(".")
-    if parts[0] != package.name:
-        return None
-    found = ()
-    for part in parts[1:]:
-        folder = package.joinpath(*found)
-        if not ((folder / part).is_dir() or (folder / f"{part}.py").is_file()):
-            break
-        found = (*found, part)
-    return found or ("__init__",)
-
-
 def layer_faults(package):
     """Every import that does not lead to a lower layer, and every file that the table does not know."""
     faults = []
-    for file in _files(package):
-        mine, name = _module(package, file)[0], file.relative_to(package)
+    for file in imports.files(package):
+        mine, name = imports.module(package, file)[0], file.relative_to(package)
         if mine not in LAYERS:
             faults.append(f"{name}: '{mine}' is in no layer; add it to LAYERS in {Path(__file__).name}")
             continue
-        for line, dotted in _imports(package, file):
-            target = _target(package, dotted)
+        for line, dotted in imports.found_in(package, file):
+            target = imports.target(package, dotted)
             if target is None or target[0] == mine:
                 continue
             if target[0] not in LAYERS:
@@ -135,15 +97,15 @@ def ladder_faults(package):
     faults = []
     for room, text in LADDERS.items():
         rungs = {name: number for number, rung in enumerate(text.split("|")) for name in rung.split()}
-        for file in _files(package / room):
-            mine = ".".join(_module(package, file)[1:])
+        for file in imports.files(package / room):
+            mine = ".".join(imports.module(package, file)[1:])
             if not mine:
                 continue  # the package itself
             if mine not in rungs:
                 faults.append(f"{room}/{mine}: is on no rung; add it to LADDERS in {Path(__file__).name}")
                 continue
-            for line, dotted in _imports(package, file):
-                target = _target(package, dotted)
+            for line, dotted in imports.found_in(package, file):
+                target = imports.target(package, dotted)
                 if target is None or target[0] != room or len(target) == 1:
                     continue
                 other = ".".join(target[1:])
@@ -155,9 +117,9 @@ def ladder_faults(package):
 def circle_faults(package):
     """Every file whose import would import it again, by way of others of its package."""
     graph = {}
-    for file in _files(package):
-        mine = _module(package, file)
-        targets = {_target(package, dotted) for _, dotted in _imports(package, file, at_import=True)}
+    for file in imports.files(package):
+        mine = imports.module(package, file)
+        targets = {imports.target(package, dotted) for _, dotted in imports.found_in(package, file, at_import=True)}
         graph[mine] = {target for target in targets if target and target[0] == mine[0] and target != mine}
     faults = []
     for start in graph:
@@ -175,7 +137,7 @@ def circle_faults(package):
 def reaching_faults(package):
     """Every call that leads upwards through an argument without a type, or around its owner."""
     faults = []
-    for file in _files(package):
+    for file in imports.files(package):
         name = file.relative_to(package)
         if str(name) in OWNERS:
             continue
@@ -189,12 +151,12 @@ def reaching_faults(package):
 def distributed_faults(package):
     """Every use of torch.distributed outside of comm/ that is more than a question."""
     faults = []
-    for file in _files(package):
-        if _module(package, file)[0] == "comm":
+    for file in imports.files(package):
+        if imports.module(package, file)[0] == "comm":
             continue
         name = file.relative_to(package)
         aliases = {"torch.distributed"}
-        for line, dotted in _imports(package, file):
+        for line, dotted in imports.found_in(package, file):
             if dotted.startswith("torch.distributed.") and dotted.split(".")[2] not in HARMLESS:
                 faults.append(f"{name}:{line}: imports {dotted}; only comm/ talks to torch.distributed")
         tree = ast.parse(file.read_text())
@@ -209,7 +171,7 @@ def distributed_faults(package):
 
 
 def length_faults(package):
-    lengths = {file: len(file.read_text().splitlines()) for file in _files(package)}
+    lengths = {file: len(file.read_text().splitlines()) for file in imports.files(package)}
     return [
         f"{file.relative_to(package)}: {lines} lines, at most {MAX_LINES}; split it by noun"
         for file, lines in lengths.items()
@@ -222,7 +184,7 @@ CHECKS = [layer_faults, ladder_faults, circle_faults, reaching_faults, distribut
 
 @pytest.mark.parametrize("faults", CHECKS)
 def test_the_package_keeps_its_shape(faults):
-    assert _files(PACKAGE), f"no files under {PACKAGE}"
+    assert imports.files(PACKAGE), f"no files under {PACKAGE}"
     found = faults(PACKAGE)
     assert not found, "\n".join(found)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from benchmarks.zero_formulas import NO_MASTER, PAPER, engine_state_bytes, sent_bytes, state_bytes
 from hf_zero.config import ZeroConfig
-from hf_zero.planning.formulas import NO_MASTER, PAPER, engine_state_bytes, sent_bytes, state_bytes
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
 

@@ -23,6 +23,7 @@ def _run():
         "system": "stock classes",
         "stage": None,
         "precision": "no",
+        "codec": 0.0,
         "trained": {name: name != "old.weight" for name in NAMES},
         "steps": STEPS,
         "losses": [[step, 4.0 - step - 0.1 * n] for step in range(STEPS) for n in range(MICRO)],
@@ -137,3 +138,16 @@ def test_a_script_that_sets_its_own_stage_or_trains_nothing_is_refused(tmp_path)
     (tmp_path / "idle").mkdir()
     with pytest.raises(ZeroLaunchError, match="has made no optimizer step"):
         _compare(run, _run(), tmp_path / "idle")
+
+
+def test_what_a_codec_has_rounded_is_no_fault_and_what_it_has_not_is_one(tmp_path):
+    for number, (codec, factor, holds) in enumerate([(0.05, 1.02, True), (0.0, 1.02, False), (0.05, 2.0, False)]):
+        mine = _sharded()
+        for noted in mine["ranks"]:
+            noted["codec"] = codec
+        mine["values"][0]["gradient:layer.weight"] *= factor
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = _compare(mine, _run(), folder)
+        assert found.holds == holds, found.lines()
+        assert holds or found.finding.where == "layer.weight", found.finding

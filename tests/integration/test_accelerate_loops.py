@@ -341,3 +341,37 @@ def test_accumulation_that_contradicts_the_plugin_is_refused():
     forget_accelerate()
     accelerator = hf_zero.ZeroAccelerator(cpu=True, zero_plugin=plugin)
     assert accelerator.gradient_accumulation_steps == 8
+
+
+def _clipped_loop(stage, limit, call):
+    """Weights after two steps whose gradients are clipped by the configuration, or by a call; `stage` None: DDP."""
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if stage is not None:
+        plugin = hf_zero.ZeroPlugin(zero_stage=stage, gradient_clipping=limit)
+        forget_accelerate()
+        accelerator = hf_zero.ZeroAccelerator(cpu=True, zero_plugin=plugin, gradient_accumulation_steps=2)
+    model, optimizer = _model_and_optimizer("llama")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader("llama"))
+    for batch, _ in zip(loader, range(4), strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients and call:
+                accelerator.clip_grad_norm_(model.parameters(), call)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model, accelerator)
+
+
+@distributed(world_size=2)
+def test_gradients_are_clipped_as_the_configuration_says_where_the_script_does_not():
+    """As by DeepSpeed, whose engine does it; and once, where the script does it, too."""
+    wanted = _clipped_loop(None, None, 0.1)
+    free = _clipped_loop(None, None, 0.0)
+    assert any((free[name] - weight).abs().max() > 1e-3 for name, weight in wanted.items()), "nothing is clipped here"
+    for stage in (1, 3):
+        for call in (0.0, 0.1, float("inf")):
+            for name, weight in _clipped_loop(stage, 0.1, call).items():
+                torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-6, msg=f"{stage} {call} {name}")
+    with pytest.raises(ValueError, match="gradient_clipping is 0.1 .*, and the script clips to 0.5: write"):
+        _clipped_loop(2, 0.1, 0.5)

@@ -160,8 +160,9 @@ def test_the_copy_takes_the_bytes_that_the_rank_writes(tmp_path, monkeypatch):
     keep = staging.Staged.keep
 
     def count(self, parts):
+        before = len(self.kept or ())
         keep(self, parts)
-        kept.extend(part[3] for part in self.kept)
+        kept.extend(part[3] for part in self.kept[before:])
 
     monkeypatch.setattr(staging.Staged, "keep", count)
     model = zoo.build("llama")
@@ -171,9 +172,9 @@ def test_the_copy_takes_the_bytes_that_the_rank_writes(tmp_path, monkeypatch):
     optimizer.step()
     saves = BackgroundSaves()
     is_main = dist.get_rank() == 0
-    with saves.save(engine.comm, asynchronous=True) as later:
-        save_folder(model, tmp_path, engine.comm, is_main, lambda folder, state_dict: None, later=later)
-        save_state(tmp_path, engine.buffers, engine.bindings, engine.comm, later=later)
+    with saves.save(engine.comm, is_main, asynchronous=True) as job:
+        save_folder(model, tmp_path, job, lambda folder, state_dict: None)
+        save_state(tmp_path, engine.buffers, engine.bindings, job)
         sizes = [tensor.untyped_storage().nbytes() for tensor in kept]
         shares = [None, None]
         dist.all_gather_object(shares, sum(sizes))

@@ -6,7 +6,16 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint.training_state import STATE_NAME
 from tests.support import zoo
-from tests.support.golden_runs import ADAPTERS, compare, convert, converted, resume, source, told, told_tensors
+from tests.support.golden_runs import (
+    ADAPTERS,
+    compare,
+    convert,
+    converted,
+    resume,
+    source,
+    told_losses,
+    told_tensors,
+)
 from tests.support.harness import run_ranks
 from tests.support.make_golden_checkpoints import CASES
 
@@ -41,7 +50,7 @@ def test_adapters_and_states_are_those_of_deepspeed(case, tmp_path, capsys):
 def test_training_goes_on_as_deepspeed_would(case, stage, ranks, tmp_path):
     folder = converted(case, tmp_path / "ours")
     found = run_ranks(resume, case, tmp_path / "run", folder, 4 // ranks, stage, world_size=ranks)[0]
-    compare(found, told(case)["resumed"], 5e-4 if CASES[case].get("bf16") else 1e-6)
+    compare(found, told_losses(case), 5e-4 if CASES[case].get("bf16") else 1e-6)
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
@@ -53,7 +62,7 @@ def test_the_stock_trainer_goes_on_with_them(case, tmp_path):
         assert torch.equal(weight, wanted[name.replace(".weight", ".default.weight.weight")]), name
     found = run_ranks(resume, case, tmp_path / "run", tmp_path / "stock", 4, world_size=1)[0]
     # The stock Trainer keeps the weights in fp32 and computes under autocast.
-    compare(found, told(case)["resumed"], 2e-3 if CASES[case].get("bf16") else 1e-6)
+    compare(found, told_losses(case), 2e-3 if CASES[case].get("bf16") else 1e-6)
 
 
 def test_modules_that_are_trained_whole_are_found(tmp_path):

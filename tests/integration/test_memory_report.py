@@ -1,14 +1,17 @@
 """`memory_report` adds up to what the process holds; the callback writes it and compares it with the plan."""
 
+import functools
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.integrations.callbacks import ZeroMemoryCallback
 from hf_zero.tools.memory import CATEGORIES
 from tests.ranks.test_memory import batch, build, live_bytes
 from tests.support.harness import distributed
@@ -59,6 +62,30 @@ def test_the_trainer_compares_with_the_plan(tmp_path, stage):
         assert (found["stage"], found["world_size"]) == (stage, 2)
     # Planning has left the model as it was.
     trainer.evaluate()
+
+
+@pytest.mark.parametrize("calls_the_original", [False, True])
+@distributed(world_size=2)
+def test_a_model_whose_forward_was_replaced_is_compared_or_left_out_and_never_called(tmp_path, calls_the_original):
+    """TRL's trainers put a function around `forward` that knows the model: a copy of it calls the original."""
+    model = build(hidden=128)
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def replaced(self, *args, fused=False, **kwargs):
+        if fused and not calls_the_original:
+            return type(self).forward(self, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    model.forward = types.MethodType(replaced, model)
+    trainer = make_trainer("llama", 3, tmp_path, model=model, zero_memory_report=True, max_steps=2)
+    compute_loss = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, *args, **kwargs: compute_loss(
+        model, {**inputs, "fused": True}, *args, **kwargs
+    )
+    trainer.train()
+    (report,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ZeroMemoryCallback))
+    assert (report.comparison is None) == (calls_the_original or dist.get_rank() > 0)
 
 
 def test_measuring_a_peak_writes_nothing_to_stderr():

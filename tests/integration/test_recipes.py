@@ -195,7 +195,7 @@ def test_launcher_files(name):
     """Stages and places as their names say."""
     config = ZeroConfig.from_any(str(ROOT / "recipes/accelerate_configs" / f"{name}.yaml"))
     stage, _, place = name.partition("_")
-    assert config.zero_stage == {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[stage]
+    assert config.zero_stage == {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zeropp": 3, "fsdp": 3}[stage]
     device = {"offload": "cpu", "nvme": "nvme"}.get(place, "none")
     assert config.offload_optimizer_device == device
     assert config.offload_param_device == (device if stage == "zero3" else "none")

@@ -10,6 +10,7 @@ import torch
 from hf_zero.errors import ZeroCheckpointError
 from tests.support import zoo
 from tests.support.harness import distributed, run_ranks
+from tests.support.matrix_optimizers import MAKERS
 from tests.support.trainers import compare_logs, make_trainer, without_times
 
 
@@ -31,9 +32,13 @@ def with_adapters():
     return get_peft_model(zoo.build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
-def history_of(folder, stage, resume=None, adapters=False, **arguments):
-    """What was logged after step 3."""
-    trainer = make_trainer("llama", stage, folder, model=with_adapters() if adapters else None, **{**RUN, **arguments})
+def history_of(folder, stage, resume=None, adapters=False, maker=None, **arguments):
+    """What was logged after step 3; `maker` has made the optimizer."""
+    model = with_adapters() if adapters else zoo.build("llama")
+    if maker is not None:
+        (optimizer,) = MAKERS[maker](model.parameters())
+        arguments["others"] = {"optimizers": (optimizer, None)}
+    trainer = make_trainer("llama", stage, folder, model=model, **{**RUN, **arguments})
     trainer.train(resume_from_checkpoint=resume)
     log = [{k: v for k, v in entry.items() if k != "total_flos"} for entry in trainer.state.log_history]
     return [entry for entry in without_times(log) if entry["step"] > 3 and "loss" in entry]
@@ -45,6 +50,12 @@ OPTIMIZERS = {
     "momentum": {"others": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9})}},
     "adagrad": {"optim": "adagrad"},
     "adapters": {"optim": "adamw_torch", "adapters": True},
+    # States of whole matrices: of their shape, of rows and columns, lists.
+    "adafactor": {"optim": "adafactor"},
+    "adapters_by_adafactor": {"optim": "adafactor", "adapters": True},
+    "lamb": {"maker": "lamb"},
+    "soap": {"maker": "soap"},
+    "muon": {"maker": "muon_with_adam"},
 }
 
 
@@ -133,6 +144,11 @@ MISFITS = {
     "shapes": (_other_shapes, {}, r"'.*' has shape \(3,\), the model's is \(64, 32\)"),
     "names": (_other_names, {}, "other parameters than this run's AdamW in group 1"),
     "optimizer": (lambda folder: None, {"optim": "adagrad"}, r"the states \['exp_avg', 'exp_avg_sq'\], and Adagrad"),
+    "whole": (
+        lambda folder: None,
+        {"optim": "adafactor"},
+        r"the states \['exp_avg', 'exp_avg_sq', 'step'\], and Adafactor keeps \['RMS', 'exp_avg_sq_col', ",
+    ),
 }
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.core import homes
+from hf_zero.core.direct_file import PAGE
 from hf_zero.integrations.callbacks import ZeroStepReport
 from tests.support import zoo
 from tests.support.harness import distributed
@@ -52,6 +54,20 @@ def make_zero(options):
         "arguments_class": hf_zero.ZeroTrainingArguments,
         **options,
     }
+
+
+@distributed(world_size=2)
+def test_what_goes_to_disk_and_back_is_accounted_for(tmp_path):
+    homes.LEAST_ON_DISK = 1  # the model is tiny
+    options = {"zero_config": {"zero_optimization": {"stage": 3}, **REPORTED}}
+    disk = {"zero_offload_optimizer_device": "nvme", "zero_offload_optimizer_nvme_path": str(tmp_path)}
+    trainer = make_trainer("llama", None, tmp_path, **make_zero({**options, **disk}))
+    trainer.train()
+    entry, numel = logged(trainer)[-2], sum(p.numel() for p in trainer.model.parameters()) / 2
+    # Weight and two moments of all that is not read again from a buffer, and every one of them written in whole pages.
+    assert 12 * numel <= entry["zero/disk_bytes_per_step"] <= 24 * numel + 60 * PAGE, (entry, numel)
+    assert 0 < entry["zero_seconds/wait_disk"] <= entry["zero_seconds/step"], entry
+    assert "zero/bus_bytes_per_step" not in entry, "a CPU rank is its own host"
 
 
 @distributed(world_size=2)

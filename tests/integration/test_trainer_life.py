@@ -169,24 +169,57 @@ def test_model_and_optimizer_stay_the_users_objects(tmp_path):
             assert p is params[name] and p.numel() > 0 and isinstance(p, torch.nn.Parameter), name
 
 
-def _limit(module, args, kwargs):
-    """Fails as a device without memory does; the trainer then tries half the batch size."""
-    if len(kwargs["input_ids"]) > 2:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2 sheets of paper")
+def _limit(place):
+    """Have `place` fail as without memory where a batch has more than 2 rows; the trainer tries smaller ones."""
+
+    def check(value):
+        if len(value) > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 sheets of paper")
+
+    def prepare(model):
+        layer = model.model.layers[1]
+        if place == "in forward":
+            layer.register_forward_pre_hook(lambda module, args: check(args[0]))
+        else:
+            layer.register_forward_hook(lambda module, args, output: output.register_hook(check) and None)
+
+    return prepare
 
 
+SMALL = {"per_device_train_batch_size": 2, "optim": "sgd", "max_steps": 2}
+
+
+@pytest.mark.parametrize("place", ["in forward", "in backward"])
 @distributed(world_size=2)
-def test_a_batch_size_that_does_not_fit_is_halved(tmp_path):
-    """`auto_find_batch_size` prepares the same model once more."""
-    options = {"per_device_train_batch_size": 4, "optim": "sgd", "max_steps": 2}
-    small = make_trainer("llama", None, tmp_path, **{**options, "per_device_train_batch_size": 2})
+def test_a_batch_size_that_does_not_fit_is_made_smaller(tmp_path, place):
+    """`auto_find_batch_size` prepares the same model once more, after a pass that was given up halfway."""
+    small = make_trainer("llama", None, tmp_path, **SMALL)
     small.train()
     wanted = {name: p.detach().clone() for name, p in small.model.named_parameters()}
     for stage in (1, 3):
-        trainer = make_trainer("llama", stage, tmp_path, auto_find_batch_size=True, **options)
-        trainer.model.register_forward_pre_hook(_limit, with_kwargs=True)
+        options = {**SMALL, "per_device_train_batch_size": 4, "auto_find_batch_size": True}
+        trainer = make_trainer("llama", stage, tmp_path, **options)
+        _limit(place)(trainer.model)
         trainer.train()
+        assert trainer._train_batch_size == 2 and trainer.model._zero_engine.config.zero_stage == stage
         compare_weights(whole_weights(trainer.model), wanted, f"stage {stage}")
+
+
+def _train_without_memory_on_one_rank(folder, stage):
+    options = {**SMALL, "per_device_train_batch_size": 4, "auto_find_batch_size": True}
+    trainer = make_trainer("llama", stage, folder, zero_config={"hang_timeout_s": 3}, **options)
+    if dist.get_rank() == 1:
+        _limit("in forward")(trainer.model)
+    trainer.train()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_alone_has_no_memory_ends_the_run_and_says_what_to_do(tmp_path, stage):
+    """The others are in the middle of a pass that needs it."""
+    with pytest.raises(pytest.fail.Exception) as failure:
+        run_ranks(_train_without_memory_on_one_rank, tmp_path, stage)
+    said = "auto_find_batch_size: rank 1 has no memory left"
+    assert said in str(failure.value) and "lower per_device_train_batch_size" in str(failure.value), failure.value
 
 
 # --------------------------------------------------------------------------------------------------------- wrong input
@@ -217,11 +250,11 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
 
 
 @distributed(world_size=2)
-def test_an_optimizer_that_is_not_elementwise_is_refused(tmp_path):
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
     model = zoo.build("llama")
     optimizer = torch.optim.LBFGS(model.parameters())
     message = _refusal(tmp_path, model=model, others={"optimizers": (optimizer, None)})
-    assert "LBFGS" in message and "elementwise" in message, message
+    assert "LBFGS" in message and "needs no closure" in message, message
 
 
 @distributed(world_size=2)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,10 +157,11 @@ def test_a_round_of_every_kind_of_system():
 @pytest.mark.slow
 def test_the_command(tmp_path):
     command = [sys.executable, "benchmarks/benchmark.py", "--size", "tiny", "--rounds", "1", "--steps", "1"]
-    command += ["--length", "8", "--systems", "ddp", "zero2", "--output", str(tmp_path)]
+    systems = ["ddp", "zero2", *(["zero3-compiled"] if shutil.which("g++") else [])]
+    command += ["--length", "8", "--systems", *systems, "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [row["system"] for row in results["summary"]] == ["ddp", "zero2"]
+    assert [row["system"] for row in results["summary"]] == systems
     assert {"date", "processor", "cores", "versions", "wire"} <= set(results["machine"])
     assert "zero2" in (tmp_path / "table.txt").read_text() and (tmp_path / "plot.png").exists()

@@ -51,6 +51,7 @@ def test_goals_compare_with_the_fastest():
         "save, training state: times as fast as the fastest peer": (4.0, True),
         # The bare read took half the time for half the bytes: the same rate. The other one was a little faster.
         "load, training state: share of the raw rate": (0.95, True),
+        "load, training state: times the fastest peer's time": (2.0, False),
         "load, training state: bytes read by a rank, times N": (1.02, True),
         "save, weights only: share of the raw rate": (0.85, True),
         "load, weights only: share of the raw rate": (0.5, False),
@@ -174,4 +175,5 @@ def test_the_command(tmp_path):
             process.terminate()  # torchrun ends its ranks then; a kill would leave them behind
     assert process.returncode == 0, err
     assert "tiny, 2 ranks" in out and "| FSDP2 sharded (DCP) |" in out
+    assert "| hf_zero, stage 3, zero_init |" in out and "save_pretrained, hf_zero, stage 2: times stage 3" in out
     assert "share of the raw rate" in out and "load average before" in out

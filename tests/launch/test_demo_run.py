@@ -115,6 +115,21 @@ def test_resume_takes_what_was_asked_for_else_the_newest(sft, tmp_path):
     assert sft.find_checkpoint(arguments) == "elsewhere"
 
 
+def _small_recipe(tmp_path):
+    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe |= {
+        "dataset_name": str(tmp_path / "data"),
+        "model_name_or_path": str(tmp_path / "base"),
+        "output_dir": str(tmp_path / "sft"),
+        "max_steps": 3,
+        "logging_steps": 1,
+    }
+    recipe["demo"] |= {"train_examples": 96, "test_examples": 8}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
 def run(*command, **environment):
     result = subprocess.run(
         [str(word) for word in command],
@@ -128,19 +143,48 @@ def run(*command, **environment):
     return result.returncode, result.stdout + result.stderr
 
 
+LOG = [{"step": 1, "loss": 2.0, "zero_seconds/step": 0.5}, {"step": 2, "eval_loss": 1.5}]
+
+
+@pytest.mark.parametrize(
+    "other, apart",
+    [
+        (LOG, 0),
+        ([{**LOG[0], "zero_seconds/step": 0.9}, LOG[1]], 0),
+        ([{**LOG[0], "loss": 2.0000001}, LOG[1]], 1),
+        (LOG[:1], 1),
+    ],
+)
+def test_runs_differ_where_a_loss_does_or_is_missing(other, apart):
+    assert len(load_script("demo_offload").differences(LOG, other)) == apart
+
+
+@pytest.mark.slow
+def test_the_offload_demo_compares_two_runs_on_a_small_recipe(tmp_path):
+    recipe = _small_recipe(tmp_path)
+    status, output = run(sys.executable, "scripts/prepare_demo.py", "--config", recipe)
+    assert status == 0, output
+    words = ["--config", recipe, "--disk", tmp_path, "--output", tmp_path / "offload", "--no-accuracy"]
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    status, output = run(
+        sys.executable,
+        "scripts/demo_offload.py",
+        *words,
+        "--",
+        "--do_eval",
+        "false",
+        CUDA_VISIBLE_DEVICES="",
+        PATH=path,
+    )
+    assert status == 0 and "are the same number by number, 3 steps" in output, output
+    (file,) = (line.split()[-2:] for line in output.splitlines() if line.startswith("file, MB"))
+    assert float(file[0]) == 0 and float(file[1]) > 4, output
+    assert "MB/s that the disk can do" in output and "peak of a step's tensors" in output, output
+
+
 @pytest.mark.slow
 def test_the_demo_commands_run_twice_on_a_small_recipe(tmp_path):
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe |= {
-        "dataset_name": str(tmp_path / "data"),
-        "model_name_or_path": str(tmp_path / "base"),
-        "output_dir": str(tmp_path / "sft"),
-        "max_steps": 3,
-        "logging_steps": 1,
-    }
-    recipe["demo"] |= {"train_examples": 96, "test_examples": 8}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path = _small_recipe(tmp_path)
 
     accelerate_file = "recipes/accelerate_configs/zero3.yaml"
     launch = [BIN / "accelerate", "launch", "--config_file", accelerate_file, "--num_processes", "2"]

@@ -1,5 +1,7 @@
 """The examples run as they stand, and what they promise about restarts holds when a rank is killed."""
 
+import json
+import math
 import os
 import re
 import signal
@@ -18,6 +20,38 @@ from tests.support.launches import ROOT, environment, run, start
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LOOP = ROOT / "examples/plain_loop.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer", "accelerate_loop"])
+def test_the_short_examples_train_as_they_stand(tmp_path, name):
+    launch = (sys.executable, "-m", "hf_zero.cli", "launch", "--num_processes", 2)
+    ((output,), (status,)) = run((*launch, ROOT / "examples" / f"{name}.py"), folder=tmp_path)
+    assert status == 0 and "Writing model shards" not in output, output  # a bar of transformers over no files
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?([\d.]+)", output)]
+    assert losses and losses[-1] < math.log(64), output  # of guessing among 64 tokens
+    model = transformers.LlamaForCausalLM
+    if name == "trainer":
+        assert model.from_pretrained(tmp_path / "outputs/trainer").config.hidden_size == 64
+    assert (tmp_path / "outputs" / name / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_train_on_two_ranks_and_load_what_was_saved(tmp_path):
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    ((output,), (status,)) = run((sys.executable, script), folder=tmp_path)
+    assert status == 0 and "stage 3 on 2 ranks: " in output, output
+    trained, loaded = (float(loss) for loss in re.findall(r": loss ([\d.]+)", output))
+    assert loaded < trained < math.log(64), output  # the last loss is that before the last step
+
+
+def test_the_short_examples_are_short():
+    for name in ("trainer", "accelerate_loop"):
+        code = (ROOT / "examples" / f"{name}.py").read_text().split('"""')[2]
+        lines = [line for line in code.splitlines() if line.strip()]
+        assert len([line for line in lines if not line.startswith(("import ", "from "))]) <= 12
 
 
 def _model(folder):
@@ -75,7 +109,7 @@ def test_the_scripts_for_slurm_start_what_is_there(tmp_path, name):
     """With a Slurm of one node that is this machine; the trainer is a script that tells where it runs."""
     (tmp_path / "train.py").write_text(
         "import os\nfrom accelerate import PartialState\n"
-        "state = PartialState(cpu=True)\nprint('rank', state.process_index, 'of', state.num_processes, flush=True)\n"
+        "state = PartialState(cpu=True)\nprint(f'rank {state.process_index} of {state.num_processes}')\n"
     )
     fake = tmp_path / "bin"
     fake.mkdir()

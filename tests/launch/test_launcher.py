@@ -15,6 +15,7 @@ from hf_zero.launcher.arguments import parse_command
 from hf_zero.launcher.environment import (
     CommandLine,
     check_ranks_started,
+    exported,
     launch_arguments,
     prepare_rank_environment,
     resolve_from_environment,
@@ -117,6 +118,17 @@ def test_modules_get_the_front_module_too_and_other_programs_do_not(launched, op
 def test_the_launchers_own_environment_is_restored(launched):
     launched("--config_file", CONFIGS / "tutorial_zero2.yaml", "x.py")
     assert "HF_ZERO_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize("set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_devices_memory_may_grow_unless_the_user_says_otherwise(set_by_user, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if set_by_user:
+        monkeypatch.setenv(set_by_user, "max_split_size_mb:128")
+    found = {name for name in exported(ZeroConfig(), use_cpu=False) if "ALLOC_CONF" in name}
+    assert found == (set() if set_by_user else {"PYTORCH_ALLOC_CONF"})
+    assert not any("ALLOC_CONF" in name for name in exported(ZeroConfig(), use_cpu=True))
 
 
 def test_a_stale_deepspeed_variable_never_reaches_the_ranks(launched, monkeypatch):
@@ -242,9 +254,10 @@ def test_the_stand_in_says_one_line_and_starts_the_ranks(launched, capsys):
     launch_from_accelerate(args, "asked")
     assert capsys.readouterr().out.count("\n") == 1
     args.num_machines, args.deepspeed_multinode_launcher = 2, "pdsh"
-    with pytest.raises(SystemExit, match="hf_zero: deepspeed_multinode_launcher is 'pdsh'"):
+    with pytest.raises(SystemExit) as left:
         launch_from_accelerate(args, "asked")
-    assert capsys.readouterr().out == ""
+    out, error = capsys.readouterr()
+    assert (left.value.code, out) == (2, "") and error.startswith("hf_zero: deepspeed_multinode_launcher is 'pdsh'")
 
 
 # --- what a rank finds -------------------------------------------------------------------------------------------

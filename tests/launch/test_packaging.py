@@ -2,6 +2,8 @@
 
 import ast
 import configparser
+import contextlib
+import email
 import functools
 import importlib
 import importlib.metadata
@@ -10,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -18,11 +22,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import hf_zero
+from benchmarks import version_table
+from hf_zero.tools.requirements import check_release
 from tests.support.harness import LIMIT
 
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_zero"
+# Files that are imported only where an extra is wanted.
+NEEDS_EXTRA = {"integrations/trl.py": ("trl",), "tools/run_charts.py": ("plot",)}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
@@ -98,7 +106,7 @@ def test_metadata_is_complete_and_has_one_version():
     assert metadata["version"] == "attr: hf_zero.__version__"
     assert importlib.metadata.version("hf_zero") == hf_zero.__version__
     assert "Apache License" in (ROOT / metadata["license_files"]).read_text()
-    assert set(read_setup()["options.extras_require"]) == {"trl", "peft", "math", "plot", "dev"}
+    assert set(read_setup()["options.extras_require"]) == {"trl", "peft", "math", "plot", "docs", "dev"}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -125,7 +133,7 @@ def declared(*extras):
 def test_the_package_imports_only_what_it_declares(path):
     """What stands at the top of a file must always be installed; an extra may be imported where it is used."""
     at_import = set(imports_in(ast.parse(path.read_text()).body))
-    always = declared("trl") if path == PACKAGE / "integrations" / "trl.py" else declared()
+    always = declared(*NEEDS_EXTRA.get(str(path.relative_to(PACKAGE)), ()))
     for module, names in distributions_of(imported_modules(path)).items():
         allowed = always if module in at_import else declared("trl", "peft", "plot")
         assert names & allowed, f"{module} is not declared in setup.cfg"
@@ -142,6 +150,28 @@ def test_every_declared_dependency_is_imported():
 @pytest.mark.parametrize("path", list(python_files()), ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_imports_deepspeed(path):
     assert "deepspeed" not in imported_modules(path)
+
+
+def test_the_page_on_installation_names_every_extra_and_the_sets_of_pins():
+    page = (ROOT / "docs/installation.md").read_text()
+    assert [extra for extra in read_setup()["options.extras_require"] if f"| `{extra}` |" not in page] == []
+    assert version_table.table() in page, "python -m benchmarks.version_table docs/installation.md"
+    oldest = version_table.pins("constraints-oldest.txt", "3.11")
+    for wanted in all_requirements():
+        pinned = oldest.get(canonicalize_name(wanted.name))
+        assert pinned is None or wanted.specifier.contains(pinned), f"{wanted} does not admit the oldest {pinned}"
+
+
+@pytest.mark.parametrize("found, works", [("5.2.0", False), ("5.3.0", True), ("5.99.0", True), ("6.0.0", False)])
+def test_a_release_outside_of_the_range_is_told_with_the_range(monkeypatch, found, works):
+    needed = lines(read_setup()["options"]["install_requires"])
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needed)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    with contextlib.nullcontext() if works else pytest.raises(ImportError) as raised:
+        check_release("transformers")
+    (wanted,) = [each.specifier for each in all_requirements() if each.name == "transformers"]
+    told = f"transformers {found} is installed, and hf_zero works with transformers{wanted}"
+    assert works or told in str(raised.value)
 
 
 def test_entry_points_lead_to_something():
@@ -162,24 +192,76 @@ def test_every_folder_of_the_package_is_a_package():
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-@pytest.mark.slow
-def test_the_wheel_is_pure_python_and_holds_the_whole_package(tmp_path):
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source archive, and the wheel that is built from it alone."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
     shutil.copytree(PACKAGE, source / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # A compiler that fails at once: building must not even ask for one.
+    without = {**os.environ, "CC": "false", "CXX": "false"}
+    make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
-        check=True,
-        env={**os.environ, "CC": "false", "CXX": "false"},
-        timeout=LIMIT,
+        [sys.executable, "-c", make], cwd=source, check=True, env=without, timeout=LIMIT, capture_output=True
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    (archive,) = folder.glob("*.tar.gz")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder]
+    subprocess.run([*command, archive], check=True, env=without, timeout=LIMIT)
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+@pytest.mark.slow
+def test_archive_and_wheel_hold_the_whole_package_and_nothing_compiled(built):
+    archive, wheel = built
+    assert wheel.name == f"hf_zero-{hf_zero.__version__}-py3-none-any.whl"
+    written = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hf_zero/")}
-    written = {str(path.relative_to(source)) for path in (source / "hf_zero").rglob("*") if path.is_file()}
     assert written == shipped
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert written | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= names
+
+
+@pytest.mark.slow
+def test_the_wheel_says_what_it_needs_and_brings_its_commands(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+        said = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+        points = configparser.ConfigParser(delimiters=("=",))
+        points.read_string(wheel.read(f"{info}/entry_points.txt").decode())
+        assert any(name.endswith("LICENSE") for name in wheel.namelist())
+    assert set(said.get_all("Provides-Extra")) == set(read_setup()["options.extras_require"])
+    assert said["Requires-Python"] == ">=3.10" and "Apache-2.0" in (said["License-Expression"], said["License"])
+    assert said["Description-Content-Type"] == "text/markdown" and "hf-zero launch" in said.get_payload()
+    assert points["console_scripts"]["hf-zero"] == "hf_zero.cli:main"
+    assert set(points["torch.backends"]) == {"hf_zero", "hf_zero_adopt"}
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_installs_in_an_empty_environment_and_trains(built, tmp_path):
+    """Downloads everything: minutes."""
+    venv.create(tmp_path / "env", with_pip=True)
+    commands = tmp_path / "env/bin"
+    install = [commands / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*install, f"{built[1]}[trl]"], check=True, timeout=1500, cwd=tmp_path)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command, says in (
+        (["hf-zero", "--version"], f"hf-zero {hf_zero.__version__}"),
+        (["hf-zero", "launch", "--num_processes", "2", ROOT / "examples/trainer.py"], "train_loss"),
+    ):
+        done = subprocess.run(
+            [commands / command[0], *command[1:]],
+            cwd=tmp_path,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "outputs/trainer/model.safetensors").is_file()
 
 
 def test_make_demo_runs_the_literal_command():

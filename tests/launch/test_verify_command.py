@@ -47,10 +47,12 @@ ZeroTrainer(zoo.build("llama_tied"), args, train_dataset=make_data("llama_tied",
 
 @pytest.mark.slow
 def test_a_script_is_run_twice_and_its_steps_are_compared(tmp_path):
+    """Also with settings that stage 0 does not have."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    (output,), (status,) = launches.run(
-        (*VERIFY, "--steps", 2, "train.py", "--learning_rate", "1e-3"), folder=tmp_path
-    )
+    zero = {"stage": 3, "zero_quantized_gradients": True, "offload_param": {"device": "cpu"}}
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero}))
+    words = ("--config", "zero.json", "--steps", 2, "train.py", "--learning_rate", "1e-3")
+    (output,), (status,) = launches.run((*VERIFY, *words), folder=tmp_path)
     assert status == 0 and "every promise holds" in output, output
     written = json.loads((tmp_path / "certificate/certificate.json").read_text())
     assert (written["model"], written["steps"], written["micro_batches"]) == ("train.py --learning_rate 1e-3", 2, 2)

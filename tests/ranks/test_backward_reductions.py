@@ -22,6 +22,7 @@ from tests.support.reference import Plan, check_stages
 
 WIDTH, DEPTH = 8, 8
 BLOCK = 4 * 4 * 64  # bytes of a block's gradients: four parameters of 64 elements at most, padded to as many
+WAITING = BLOCK // 3  # the most that waits to be copied into them
 
 
 class Block(nn.Module):
@@ -231,7 +232,7 @@ def test_gradients_are_held_for_a_few_blocks_only(stage, make, blocks):
     model, optimizer, engine = prepare(make, zero_stage=stage, peer_memory=False)
     with recorded() as log:
         held = most_held(model, optimizer, engine, steps=1)
-    assert 0 < held <= blocks * BLOCK, f"{held / BLOCK} of {DEPTH} blocks"
+    assert 0 < held <= blocks * BLOCK + WAITING, f"{held / BLOCK} of {DEPTH} blocks"
     reduced = [line for line in log if line.startswith("reduce")]
     assert reduced == [f"reduce layers.{number}" for number in reversed(range(DEPTH))], reduced
 
@@ -248,7 +249,7 @@ def test_the_first_block_is_reduced_before_the_gradient_of_the_embedding_comes(s
             return super().forward(self.embed(torch.arange(4)))
 
     held = most_held(*prepare(Embedding, zero_stage=stage, peer_memory=False))
-    assert 0 < held <= BLOCK, f"{held / BLOCK} blocks"
+    assert 0 < held <= BLOCK + WAITING, f"{held / BLOCK} blocks"
 
 
 class Spare(Net):
@@ -274,7 +275,7 @@ class Spare(Net):
 @distributed(world_size=2)
 def test_blocks_that_backward_never_comes_to_hold_nothing_up(stage, mode):
     held = most_held(*prepare(functools.partial(Spare, mode), zero_stage=stage, peer_memory=False))
-    assert 0 < held <= BLOCK, f"{held / BLOCK} of {DEPTH} blocks"
+    assert 0 < held <= BLOCK + WAITING, f"{held / BLOCK} of {DEPTH} blocks"
 
 
 @pytest.mark.parametrize("before", ["failed forward", "evaluation", "evaluation with gradients"])
@@ -292,7 +293,7 @@ def test_what_came_before_a_forward_does_not_hold_gradients_up(stage, before):
         with torch.set_grad_enabled(before != "evaluation"):
             model(inputs(5)).detach()
     held = most_held(model, optimizer, engine, steps=1 if before != "evaluation with gradients" else 2)
-    assert 0 < held <= BLOCK, f"{held / BLOCK} blocks"
+    assert 0 < held <= BLOCK + WAITING, f"{held / BLOCK} blocks"
 
 
 @distributed(world_size=2)

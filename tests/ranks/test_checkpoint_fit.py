@@ -7,6 +7,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import training_state
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.safetensors_file import SlicedFile
 from hf_zero.errors import ZeroCheckpointError
 from tests.support import zoo
@@ -45,7 +46,8 @@ def trained(model, make_optimizer, groups=lambda model: model.parameters()):
 
 def save(folder, engine, masters=True):
     stored = () if masters else {id(param) for buffer in engine.buffers for param in buffer.params}
-    training_state.save_state(folder, engine.buffers, engine.bindings, engine.comm, stored=stored)
+    job = SaveJob(comm=engine.comm, is_main=engine.comm.rank == 0)
+    training_state.save_state(folder, engine.buffers, engine.bindings, job, stored=stored)
 
 
 def load(folder, engine):

@@ -87,6 +87,27 @@ def test_a_layer_is_one_graph_and_is_compiled_once(compile_layer):
     assert graphs[0] == 0 and graphs[1] in (1, 2) and set(graphs[1:]) == {graphs[1]}, graphs
 
 
+@pytest.mark.parametrize("compile_layer", [_by_module, _by_wrapping])
+@distributed(world_size=2, timeout=TIMEOUT)
+def test_a_decoder_layer_of_transformers_is_one_graph(compile_layer):
+    """Those have a forward pass by keyword, and a class of their own for gradient checkpointing."""
+    torch.compiler.reset()
+    model = zoo.build("llama")
+    for index, layer in enumerate(model.model.layers):
+        replaced = compile_layer(layer, "aot_eager")
+        model.model.layers[index] = layer if replaced is None else replaced
+    graphs = []
+
+    def count(step, model):
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    counters.clear()
+    draw = functools.partial(zoo.batch, "llama", 0)
+    train_zero(model, SGD, draw, Plan(steps=4), config=hf_zero.ZeroConfig(zero_stage=3), before_step=count)
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert graphs[1] in (1, 2) and set(graphs[2:]) == {graphs[2]}, graphs
+
+
 class _Borrower(Block):
     def forward(self, x):
         if hasattr(self, "lender"):
@@ -142,7 +163,8 @@ def _compiled_in_place(model):
 
 @pytest.mark.parametrize("compile_model", [functools.partial(torch.compile, backend="eager"), _compiled_in_place])
 @distributed(world_size=2)
-def test_a_compiled_model_is_refused(compile_model):
+def test_a_compiled_model_is_refused_before_anything_is_compiled(compile_model):
+    counters.clear()
     for stage in (0, 3):
         with pytest.raises(ValueError, match=REFUSAL):
             hf_zero.shard(compile_model(seeded(Net)()), None, {"zero_stage": stage})
@@ -151,6 +173,7 @@ def test_a_compiled_model_is_refused(compile_model):
         model = seeded(Net)()
         with pytest.raises(ValueError, match=REFUSAL):
             accelerator.prepare(compile_model(model), SGD(model.parameters()))
+    assert not counters["stats"]["unique_graphs"]
 
 
 @distributed(world_size=2)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import hf_zero
 import hf_zero.deepspeed as deepspeed
 from hf_zero.config.builders import build_optimizer, build_scheduler
-from hf_zero.deepspeed.batches import settle
+from hf_zero.deepspeed.batches import resolve
 from hf_zero.errors import ZeroConfigError, ZeroRuntimeError
 from hf_zero.integrations import plain_checkpoints
 from tests.support import nets
@@ -213,9 +213,9 @@ def test_two_batch_sizes_decide_the_third(written, world_size, found):
     config = hf_zero.ZeroConfig.from_any({**written, "zero_optimization": {"stage": 2}})
     if isinstance(found, str):
         with pytest.raises(ZeroConfigError, match=found):
-            settle(config, world_size)
+            resolve(config, world_size)
     else:
-        sizes = settle(config, world_size)
+        sizes = resolve(config, world_size)
         assert (sizes.micro, sizes.accumulation, sizes.total) == found
 
 

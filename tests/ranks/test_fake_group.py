@@ -89,7 +89,7 @@ def test_a_step_costs_the_host_the_same_at_any_number_of_ranks(stage):
             run = Run(stage).settle()
             with Dispatched() as dispatched:
                 run.window()
-            dispatched.operations.pop("mul_", 0)  # of clipping: by how much depends on the values
+            dispatched.operations.pop("_foreach_mul_", 0)  # of clipping: by how much depends on the values
             costs[ranks] = sum(dispatched.operations.values()), sum(python_calls(run.window).values())
     assert costs[4] == costs[64], costs
 
@@ -126,13 +126,15 @@ def test_no_collective_is_given_memory_of_the_host(stage):
     assert len(logs[0]) > 100
 
 
-def _looks_at_the_device(**config):
+def _looks_at_the_device(fused=False, **config):
     """How often the host waits for a value of the device in two steps."""
 
     def program(recording):
         model = seeded(functools.partial(Spare, depth=3))()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kind = functools.partial(torch.optim.AdamW, fused=True) if fused else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=0.1)
         engine = recording.shard(model, optimizer, **config)
+        engine.control.late = engine.scaler is None  # as on a device that is not the host itself
         recording.section("training")
         for number in range(2):
             step(model, optimizer, engine, number)
@@ -144,9 +146,11 @@ def _looks_at_the_device(**config):
 
 @STAGES
 def test_the_host_does_not_wait_for_the_device(stage):
-    """One look at the norm where 16-bit values may have overflowed; else the host may run ahead by whole steps."""
+    """Optimizers that leave a step out by themselves are told by the device; of others, and in fp16, the host asks."""
     assert _looks_at_the_device(zero_stage=stage) == 0
+    assert _looks_at_the_device(zero_stage=stage, mixed_precision="bf16", fused=True) == 0
     assert _looks_at_the_device(zero_stage=stage, mixed_precision="bf16") == 2
+    assert _looks_at_the_device(zero_stage=stage, mixed_precision="fp16", fused=True, initial_scale_power=0) == 2
 
 
 # -- between passes ---------------------------------------------------------------------------------------------------

@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import hf_zero
+from hf_zero.core.placement import Place
 from tests.ranks.test_autograd_calls import WAYS
 from tests.ranks.test_property_trees import TreeNet, _trees
 from tests.support import zoo
 from tests.support.allocator import replay
 from tests.support.far_home import far_homes
 from tests.support.happens_before import Collective, Section, exposed_gathers, problems
+from tests.support.late_lanes import late_homes
+from tests.support.matrix_optimizers import Lamb
 from tests.support.nets import Net, batches, seeded
 from tests.support.networks import NETWORKS, checkpoint_calls, diverge
-from tests.support.recorder import record
+from tests.support.recorder import RecordedLanes, record
 
 
 STEPS = 3
@@ -43,6 +46,13 @@ class Variant:
     config: dict = dataclasses.field(default_factory=dict)
     ranks: int = 2
     homes: Callable = lambda: None  # where slices rest
+    optimizer: Callable = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def _activations_late():
+    """Everything on a host, what checkpoints keep as well."""
+    homes = late_homes(limit=1 << 20, lanes=RecordedLanes())
+    return dataclasses.replace(homes, activations=homes.host)
 
 
 FAR_AHEAD = {
@@ -68,13 +78,35 @@ VARIANTS = {
     "offload": Variant((diverge,), accumulation=2, evaluates=True, homes=far_homes),
     "offload_reads": Variant((diverge,), config={"transport": "reads"}, homes=functools.partial(far_homes, ratio=0.5)),
     "offload_nodes": Variant((diverge,), config={"zero_hpz_partition_size": 2}, ranks=4, homes=far_homes),
+    "copies": Variant((diverge,), accumulation=2, evaluates=True, homes=lambda: late_homes(lanes=RecordedLanes())),
+    "copies_to_slices": Variant(
+        (diverge,), config=FAR_AHEAD, homes=lambda: late_homes(Place.DEVICE, ratio=0.5, lanes=RecordedLanes())
+    ),
+    "streamed": Variant((diverge,), accumulation=2, homes=lambda: late_homes(step="device", lanes=RecordedLanes())),
+    "streamed_to_slices": Variant(
+        (diverge,), evaluates=True, homes=lambda: late_homes(Place.DEVICE, step="device", lanes=RecordedLanes())
+    ),
+    "activations": Variant(
+        (diverge, functools.partial(checkpoint_calls, reentrant=False)), accumulation=2, homes=_activations_late
+    ),
     "sums_on_nodes": Variant(
         (diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, "no_sync": "node"}, ranks=4
     ),
     "quantised": Variant((diverge,), accumulation=2, config={"zero_hpz_partition_size": 2, **QUANTISED}, ranks=4),
+    "quantised_replicas": Variant((diverge,), config={"mics_shard_size": 2, **QUANTISED}, ranks=4),
+    "quantised_frozen": Variant(
+        (diverge,), config={"zero_hpz_partition_size": 2, "zero_quantized_nontrainable_weights": True}, ranks=4
+    ),
     "replicas": Variant((diverge,), accumulation=2, config={"mics_shard_size": 2, "transport": "messages"}, ranks=4),
+    "owned": Variant((diverge,), accumulation=2, evaluates=True, optimizer=Lamb),
+    "owned_nodes": Variant((diverge,), config={"zero_hpz_partition_size": 2}, ranks=4, optimizer=Lamb),
+    "owned_offload": Variant((diverge,), config={"transport": "reads"}, homes=far_homes, optimizer=Lamb),
     "messages": Variant((diverge,), accumulation=2, config={"transport": "messages"}),
     "reads": Variant((diverge,), accumulation=2, config={"transport": "reads"}),
+    "uneven": Variant((diverge,), accumulation=2, config={"rank_weights": [2, 1], "transport": "messages"}),
+    "uneven_offload": Variant((diverge,), config={"rank_weights": [1, 2], "transport": "reads"}, homes=far_homes),
+    "small_units": Variant(accumulation=2, evaluates=True, config={"unit_size": 20}),
+    "tiles": Variant(accumulation=2, evaluates=True, config={"tile_loss": 3}),
 }
 
 FAMILIES = ("llama_tied", "mixtral", "t5")
@@ -85,8 +117,10 @@ WITHOUT_LAYERS = {"no_layers", "sequential"}
 NO_RECOMPUTATION = {"branches", "some_of_experts"}
 IMPOSSIBLE = {
     "checkpoint": NO_RECOMPUTATION,
+    "activations": NO_RECOMPUTATION,
     # A reentrant checkpoint takes and gives tensors only, and needs a gradient to pass through it.
     "reentrant": NO_RECOMPUTATION | {"talkative", "frozen"},
+    "tiles": {*NETWORKS, "t5"},  # no decoders
     "bf16": {"mixed"},  # autocast leaves fp64 as it is
 }
 # What comes next is not what came next in the pass before, or is read outside of its module.
@@ -97,7 +131,7 @@ EXPOSED = {"spanning": 3, "spanning_reentrant": 3}
 
 def _cases():
     for name, variant, stage in itertools.product([*NETWORKS, *FAMILIES, *ADAPTED], VARIANTS, STAGES):
-        refused = variant == "quantised" and stage == 0
+        refused = stage == 0 and variant in ("quantised", "quantised_replicas", "uneven", "uneven_offload")
         if name in IMPOSSIBLE.get(variant, ()) or (name in WITHOUT_LAYERS and VARIANTS[variant].changes):
             continue
         if not refused:
@@ -145,7 +179,7 @@ def _train(name, stage, variant, recording):
     for change in variant.changes:
         change(model)
     prepare = functools.partial(recording.shard, zero_stage=stage, homes=variant.homes(), **variant.config)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+    optimizers = [variant.optimizer(model.parameters())]
     engine = prepare(model, optimizers[0])
     if variant.beside:
         student, teacher = seeded(lambda: Net(depth=5))(), seeded(lambda: Net(depth=4))()
@@ -193,8 +227,10 @@ def _check(name, variant, stage):
     found = problems(logs)
     assert not found, "\n".join(found)
     if stage == 3 and name not in UNFORESEEN and variant != "no_overlap":
+        # Among layers of unequal sizes the third hop of a sum, a gather, may find nothing to go on under.
+        allowed = EXPOSED.get(name, 1) + (variant == "quantised_replicas")
         for log in logs:
-            exposed = _too_many_exposed(log, EXPOSED.get(name, 1))
+            exposed = _too_many_exposed(log, allowed)
             assert not exposed, exposed
 
 

@@ -1,12 +1,14 @@
 """fp16 and its loss scale: overflow is agreed over ranks, a skipped step changes nothing, and a run of them ends."""
 
 import logging
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.errors import ZeroRuntimeError
 from tests.support.harness import distributed
@@ -47,10 +49,10 @@ def test_the_state_comes_back():
     assert outcomes(scaler, [0, 1]) == outcomes(twin, [0, 1])
 
 
-def prepared(stage, precision, **config):
+def prepared(stage, precision, *, fused=None, **config):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     return (
         model,
         optimizer,
@@ -109,6 +111,30 @@ def test_bf16_checks_too_and_may_be_told_not_to():
         step(model, optimizer, engine, factor=float("nan"))
         assert engine.step_was_skipped is check
         assert masters(engine).isfinite().all().item() is check
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_a_step_that_the_device_leaves_out_is_the_same_as_one_that_the_host_does(stage, clip):
+    """The host of a device learns of it a step later, and steps go on where they were."""
+    runs = []
+    for late in (False, True):
+        model, _, engine = prepared(stage, "bf16", fused=True, max_consecutive_skips=3)
+        (optimizer,) = engine.optimizers
+        engine.control.late = late
+        for factor in (1.0, float("nan"), 1.0, float("inf"), float("nan"), 1.0):
+            step(model, optimizer, engine, factor=factor if dist.get_rank() == 1 else 1.0, clip=clip)
+            assert engine.step_was_skipped is (not math.isfinite(factor))
+        state = next(iter(optimizer.state.values()))
+        assert state["step"] == 3
+        runs.append([masters(engine), state["exp_avg"], state["exp_avg_sq"]])
+        assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
+        with pytest.raises(ZeroRuntimeError, match="3 steps in a row were skipped"):
+            for _ in range(4):
+                step(model, optimizer, engine, factor=float("nan"))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -171,3 +197,44 @@ def test_the_scheduler_does_not_move_on_a_skipped_step():
         rates.append(scheduler.get_last_lr()[0])
         assert accelerator.optimizer_step_was_skipped is (factor != factor)
     assert rates[0] == rates[1] > rates[2], rates
+
+
+def pair(**config):
+    """Two models with an optimizer each that share one loss scale, as an actor and a critic of one loss do."""
+    first = prepared(2, "fp16", **config)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = ZeroEngine(model, first[2].config, scaler=first[2].scaler)
+    engine.attach_optimizer(optimizer)
+    return first, (model, optimizer, engine)
+
+
+def step_of_both(states, factors):
+    """One loss of both models, then a step of each; `factors` are those of their parts of the loss."""
+    x = torch.full((2, 8), 0.1)
+    loss = sum(model(x).square().mean() * factor for (model, *_), factor in zip(states, factors, strict=True))
+    scaler = states[0][2].scaler
+    (loss * scaler.scale).backward()
+    for _, optimizer, _ in states:
+        optimizer.step()
+        optimizer.zero_grad()
+    return scaler.scale
+
+
+INF = float("inf")
+
+
+@distributed(world_size=2)
+def test_models_of_one_loss_move_the_scale_once_for_each_backward():
+    states = pair(loss_scale_window=4, initial_scale_power=2, hysteresis=1)
+    assert [step_of_both(states, (1, 1)) for _ in range(4)] == [4, 4, 4, 8]
+    assert step_of_both(states, (INF, INF)) == 4, "an overflow in both is one overflow"
+    assert step_of_both(states, (1, INF)) == 2, "one model had stepped before the overflow of the other was seen"
+    assert [step_of_both(states, (1, 1)) for _ in range(4)] == [2, 2, 2, 4]
+
+
+@distributed(world_size=2)
+def test_models_with_losses_of_their_own_move_it_for_each_of_them():
+    states = pair(loss_scale_window=4, initial_scale_power=2, hysteresis=1)
+    scales = [step_of_both([state], (1,)) for state in states * 2]
+    assert scales == [4, 4, 4, 8], "a backward and a step of each, in turn, are two windows"

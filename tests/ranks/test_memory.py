@@ -12,13 +12,14 @@ from hf_zero.core.unit import UnitState
 from tests.support.harness import distributed
 
 
-# Bytes per parameter at rest: (after a backward pass, after the step). Weights, fp32 master and two Adam states are
-# 4 or 2 + 12; gradients are accumulated in fp32. A fully sharded weight is cast from its master when it is gathered.
+# Bytes per parameter at rest after a step, of w bytes per weight: whole weights, fp32 masters and two Adam states. A
+# whole fp32 weight has its master in it; a fully sharded one is cast from its master when it is gathered. Between
+# backward and step there are fp32 gradients besides.
 FORMULAS = {
-    0: (lambda w, n: w + 12 + 4, lambda w, n: w + 12),
-    1: (lambda w, n: w + 16 / n, lambda w, n: w + 12 / n),
-    2: (lambda w, n: w + 16 / n, lambda w, n: w + 12 / n),
-    3: (lambda w, n: 16 / n, lambda w, n: 12 / n),
+    0: lambda w, n: {4: 4 + 8, 2: 2 + 12}[w],
+    1: lambda w, n: {4: 4 + 8 / n, 2: 2 + 12 / n}[w],
+    2: lambda w, n: {4: 4 + 8 / n, 2: 2 + 12 / n}[w],
+    3: lambda w, n: 12 / n,
 }
 
 
@@ -67,10 +68,12 @@ def check_resident_bytes(stage, precision):
         if step == 1:
             dist.barrier()  # the other ranks have read this one's gradients...
             engine.comm.fence()  # ...and this one has heard of it
-            check_bytes(live_bytes() - before, FORMULAS[stage][0](width, ranks) * numel, "after backward")
+            gradients = 4 / (ranks if stage else 1)
+            expected = (FORMULAS[stage](width, ranks) + gradients) * numel
+            check_bytes(live_bytes() - before, expected, "after backward")
         optimizer.step()
         optimizer.zero_grad()
-    check_bytes(live_bytes() - before, FORMULAS[stage][1](width, ranks) * numel, "after the step")
+    check_bytes(live_bytes() - before, FORMULAS[stage](width, ranks) * numel, "after the step")
 
 
 def check_bytes(found, expected, when):
@@ -160,3 +163,42 @@ def test_a_stage_1_window_reduces_once():
     buffers = len(list(engine_of(model).buffers))
     assert engine.comm.traffic.calls["reduce_scatter"] == buffers
     assert engine.comm.traffic.calls["all_gather"] == buffers
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_masters_of_whole_fp32_weights_are_parts_of_them(stage):
+    """Also after they were laid out anew, cast and cast back; what is written in a scope and dropped is dropped."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = hf_zero.shard(model, optimizer, {"zero_stage": stage})
+
+    def shared():
+        storages = {buffer.unsharded.untyped_storage()._cdata for buffer in engine.buffers}
+        return {master.untyped_storage()._cdata in storages for master in engine.masters}
+
+    def values():
+        with hf_zero.gathered_parameters(model):
+            return [param.detach().clone() for param in model.parameters()]
+
+    for _ in range(2):
+        engine.backward(model(torch.ones(2, 8)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert shared() == {True}
+    before = values()
+    with hf_zero.gathered_parameters(model), torch.no_grad():
+        model[0].weight.zero_()
+        with hf_zero.gathered_parameters(model[0], write=True):
+            model[0].bias.fill_(3.0)
+            model[0].weight.fill_(dist.get_rank() + 1.0)
+        model[2].weight.fill_(5.0)
+    after = values()
+    assert (after[0] == 1.0).all() and (after[1] == 3.0).all() and torch.equal(after[2], before[2])
+    model.bfloat16()
+    assert shared() == {False} and all(master.dtype == torch.float32 for master in engine.masters)
+    model.float()
+    assert shared() == {True}
+    assert all(torch.equal(one, other) for one, other in zip(values(), after, strict=True))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert shared() == {True}

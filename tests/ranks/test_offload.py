@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 import hf_zero
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.placement import Place
 from tests.support import zoo
 from tests.support.far_home import disk_homes, far_homes, host_homes
 from tests.support.harness import distributed
+from tests.support.late_lanes import late_homes
 from tests.support.nets import Net, batches, seeded
 from tests.support.networks import NETWORKS
 
@@ -65,6 +67,12 @@ HOMES = {
     "far_slices_near": functools.partial(far_homes, parameters=False),
     "part": functools.partial(far_homes, ratio=0.4),
     "disk": functools.partial(disk_homes, tempfile.gettempdir()),
+    "late": late_homes,
+    "late_slices_near": functools.partial(late_homes, Place.DEVICE, ratio=0.6),
+    "late_disk": functools.partial(late_homes, Place.DISK, folder=tempfile.gettempdir()),
+    "streamed": functools.partial(late_homes, step="device"),
+    "streamed_slices_near": functools.partial(late_homes, Place.DEVICE, ratio=0.6, step="device"),
+    "streamed_disk": functools.partial(late_homes, Place.DISK, folder=tempfile.gettempdir(), step="device"),
 }
 
 
@@ -210,7 +218,8 @@ def _cases():
 def _sample():
     cases = list(_cases())
     draw = random.Random(14)
-    plain = [case for case in cases if case == Case(homes=case.homes, stage=case.stage)]
+    streamed = [Case(homes=homes, stage=stage) for homes in HOMES if "streamed" in homes for stage in (0, 2)]
+    plain = [case for case in cases if case == Case(homes=case.homes, stage=case.stage) and case not in streamed]
     others = [case for case in cases if case not in plain]
     return sorted({*plain, *draw.sample(others, 12)}, key=str)
 

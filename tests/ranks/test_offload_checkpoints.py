@@ -130,8 +130,8 @@ def test_saving_and_loading_keep_one_shard_open(tmp_path):
 def test_ranks_that_see_no_common_folder_save_the_same(tmp_path):
     whole = staging.find_writers
 
-    def apart(folder, comm, is_main):
-        found = whole(folder, comm, is_main)
+    def apart(folder, job):
+        found = whole(folder, job)
         return staging.Writers(creators=found.creators, shared=False)
 
     found = {}

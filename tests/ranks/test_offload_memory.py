@@ -7,11 +7,14 @@ import torch
 
 import hf_zero
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.placement import Place
 from hf_zero.planning.model import BatchShape
+from hf_zero.planning.places import Places
 from hf_zero.planning.trace import Scenario, trace
 from tests.ranks.test_memory import batch, build
 from tests.support.far_home import disk_homes, host_homes
 from tests.support.harness import distributed
+from tests.support.late_lanes import late_homes
 
 
 def _train(homes):
@@ -70,6 +73,40 @@ def test_the_plan_is_what_rests(weights, tmp_path):
     assert report.elsewhere["disk"] == plan.disk and sum(plan.disk.values()) > 1e6, (report.elsewhere, plan.disk)
     assert abs(report.state_bytes / plan.resident_bytes - 1) < 0.01, (report.categories, plan.resident)
     assert abs(report.elsewhere["host"]["buffers"] / plan.host["buffers"] - 1) < 0.01, (report.elsewhere, plan.host)
+
+
+@pytest.mark.parametrize(
+    "stage, weights, step",
+    [
+        (1, Place.DEVICE, "host"),
+        (2, Place.DEVICE, "device"),
+        (3, Place.DEVICE, "host"),
+        (3, Place.HOST, "host"),
+        (3, Place.HOST, "device"),
+    ],
+)
+@distributed(world_size=2)
+def test_the_plan_is_what_crosses_the_bus(stage, weights, step):
+    """What a GPU is planned to copy in a step is what is copied where the device is played by other memory."""
+    config = hf_zero.ZeroConfig(zero_stage=stage, mixed_precision="bf16")
+    places = {**Places(optimizer=Place.HOST, parameters=weights).options(), "offload_step": step}
+    with torch.device("meta"):
+        model = build(hidden=64)
+    shape = BatchShape(rows=2, length=8)
+    plan = trace(model, Scenario(config=config.replace(**places), world_size=2, batch=shape, accumulation=2))
+    model = build(hidden=64)
+    engine = ZeroEngine(model, config, homes=late_homes(weights, step=step))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach_optimizer(optimizer)
+    copied = []
+    for _ in range(3):
+        with engine.no_sync():
+            engine.backward(model(**batch(model)).loss)
+        engine.backward(model(**batch(model)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        copied.append(engine.homes.host.courier.moved.total())
+    assert copied[2] - copied[1] == plan.pcie_bytes > 0, (copied, plan.pcie_bytes)
 
 
 @distributed(world_size=2)

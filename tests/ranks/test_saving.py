@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.model_folder import save_folder
 from hf_zero.errors import ZeroCheckpointError, ZeroRuntimeError
 from tests.support import zoo
@@ -50,6 +51,37 @@ def test_every_file_equals_the_one_of_a_single_process(tmp_path, name):
                 check_same_folder(folder / "ours", folder / "stock")
                 assert size == "50GB" or len(list((folder / "ours").glob("model-*.safetensors"))) > 1
         assert engine.comm.traffic.calls["all_gather"] == gathers, "weights were gathered to save them"
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt2", "t5"])
+@distributed(world_size=2)
+def test_one_rank_writes_what_it_has_whole_without_a_copy_of_it(tmp_path, name, monkeypatch):
+    """At stages 1 and 2 any rank may save alone, as sharded weights are saved: by pieces of the weights themselves."""
+    for stage, precision in ((1, "no"), (2, "bf16")):
+        model, folder = zoo.build(name), tmp_path / f"stage{stage}"
+        hf_zero.shard(model, None, {"zero_stage": stage, "mixed_precision": precision})
+        if dist.get_rank() == 0:
+            twin_of(name, torch.bfloat16 if precision == "bf16" else torch.float32).save_pretrained(folder / "stock")
+            monkeypatch.setattr("transformers.modeling_utils.safe_save_file", _refuse)
+            for _ in range(2):  # into what is there, too
+                model.save_pretrained(folder / "ours")
+            monkeypatch.undo()
+            check_same_folder(folder / "ours", folder / "stock")
+        dist.barrier()
+
+
+def _refuse(*args, **kwargs):
+    raise AssertionError("transformers was to write the weights")
+
+
+@distributed(world_size=2)
+def test_what_only_transformers_can_save_it_saves_at_stage_2(tmp_path):
+    model = _convert(zoo.build("llama"))
+    hf_zero.shard(model, None, {"zero_stage": 2})
+    model.save_pretrained(tmp_path / "ours", is_main_process=dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        _convert(zoo.build("llama")).save_pretrained(tmp_path / "stock")
+        check_same_folder(tmp_path / "ours", tmp_path / "stock")
 
 
 def _convert(model):
@@ -99,8 +131,7 @@ def test_every_stage_writes_the_masters_in_fp32_where_asked(tmp_path, stage):
     save_folder(
         model,
         tmp_path / "ours",
-        engine.comm,
-        dist.get_rank() == 0,
+        SaveJob(comm=engine.comm, is_main=dist.get_rank() == 0),
         lambda folder, state_dict: None if stage < 3 else zoo.build("llama_tied").config.save_pretrained(folder),
         compute_dtype=False,
     )

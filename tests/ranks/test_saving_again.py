@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
+from hf_zero.checkpoint.background import SaveJob
 from hf_zero.checkpoint.loading import weight_files
 from hf_zero.checkpoint.model_folder import save_folder
 from tests.ranks.test_checkpoint_faults import _die_at
@@ -23,8 +24,7 @@ def _save(folder, seed, size):
     save_folder(
         model,
         folder,
-        engine.comm,
-        True,
+        SaveJob(comm=engine.comm, is_main=True),
         lambda folder, state_dict: zoo.build("llama").config.save_pretrained(folder),
         max_shard_size=size,
     )

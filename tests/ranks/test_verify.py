@@ -14,25 +14,27 @@ from hf_zero.config.consistency import resolve_auto
 from hf_zero.errors import ZeroLaunchError
 from hf_zero.planning.model import PlanError
 from hf_zero.verify.foreign import SYSTEMS
+from hf_zero.verify.measures import Measure
 from hf_zero.verify.runs import check_room
 from hf_zero.verify.sample import make_task
 from hf_zero.verify.task import Task, grouped
 from hf_zero.verify.verify import verify
 from tests.support import zoo
 from tests.support.harness import distributed
-from tests.support.planted import FAULTS, Stale
+from tests.support.planted import FAULTS, DoubledLayer, Dropped, OtherRate, Scaled, Stale
 
 
 CPU = torch.device("cpu")
 STAGES = (0, 1, 2, 3)
+QUANTISED = {"zero_stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 TINY = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
 
 
-def _check_faults(faults, stage, seed):
+def _check_faults(faults, config, seed):
     """Each fault in turn, on the ranks of this test; returns what was not named as it should be."""
-    comm, wrong = Communicator.connect(), []
+    comm, wrong, asked = Communicator.connect(), [], config
     for fault in faults:
-        config = ZeroConfig(zero_stage=2 if fault is Stale else stage)
+        config = asked.replace(zero_stage=2) if fault is Stale else asked
         task = make_task(None, config, CPU, steps=2, seed=seed)
         found = verify(task, config, comm, model="sample", make=functools.partial(fault, task, config))
         promise, words = FAULTS[fault]
@@ -44,7 +46,7 @@ def _check_faults(faults, stage, seed):
 
 @distributed(world_size=2)
 def test_every_planted_fault_is_named():
-    wrong = _check_faults(FAULTS, stage=3, seed=0)
+    wrong = _check_faults(FAULTS, ZeroConfig(zero_stage=3), seed=0)
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -53,7 +55,7 @@ def test_every_planted_fault_is_named():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=2)
 def test_every_planted_fault_is_named_at_each_stage_and_seed(stage, seed):
-    wrong = _check_faults(FAULTS, stage, seed)
+    wrong = _check_faults(FAULTS, ZeroConfig(zero_stage=stage), seed)
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -104,8 +106,34 @@ def test_healthy_runs_of_three_ranks_are_not_blamed():
 def test_weights_that_are_sharded_inside_nodes_and_replicas_are_not_blamed():
     nodes = {"zero_stage": 3, "zero_hpz_partition_size": 2, "node_size": 2}
     replicas = {"zero_stage": 3, "mics_shard_size": 2, "node_size": 2, "no_sync": "node"}
-    wrong = _check_healthy([(None, 0, nodes), ("llama_tied", 1, replicas)])
+    wrong = _check_healthy([(None, 0, nodes), ("llama_tied", 1, replicas), (None, 2, {**nodes, **QUANTISED})])
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@distributed(world_size=2)
+def test_places_and_codecs_are_not_blamed_and_faults_behind_a_codec_are_named(tmp_path):
+    disk = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
+    cases = [
+        {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"},
+        {"zero_stage": 2, **disk},
+        {**QUANTISED, "zero_quantized_nontrainable_weights": True},
+        {**QUANTISED, "zero_stage": 1, "mixed_precision": "bf16"},
+        {"zero_stage": 3, "zero_quantized_gradients": True, "quantized_gradient_bits": 4},
+    ]
+    wrong = _check_healthy([(None, seed, case) for seed, case in enumerate(cases)])
+    assert not wrong, "\n".join(map(str, wrong))
+    wrong = _check_faults([Scaled, Dropped, DoubledLayer, OtherRate], ZeroConfig(**QUANTISED), seed=0)
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@distributed(world_size=1)
+def test_a_codec_is_judged_by_its_error_over_all_tensors_and_the_worst_one_is_named():
+    measure = Measure(promise="gradients", explained="")
+    right = {"large": torch.full((4,), 3.0), "small": torch.ones(2)}
+    mine = {"large": right["large"] * 1.01, "small": right["small"] * 1.1}
+    assert measure.apart(mine, right, 0.05) == ["small"] and measure.mismatch is None
+    assert measure.where == "small" and abs(measure.largest - (0.0009 * 4 + 0.02) ** 0.5 / 38**0.5) < 1e-6
+    assert measure.apart({"large": right["large"]}, right, 0.05) == ["small"] and measure.mismatch.where == "small"
 
 
 @pytest.mark.exhaustive

@@ -38,8 +38,8 @@ _SHAPE_ONLY = {
 class Work:
     """A collective under way."""
 
-    def __init__(self, on_wait: Callable[[], None]) -> None:
-        self._on_wait = on_wait
+    def __init__(self, call: Collective, on_wait: Callable[[], None]) -> None:
+        self.call, self._on_wait = call, on_wait
 
     def wait(self, timeout: object = None) -> bool:
         self._on_wait()
@@ -56,6 +56,7 @@ class DeviceLog(TorchDispatchMode):
         self._names = 0
         self._open = self._paused = False
         self._label = ""
+        self._after: Collective | None = None
 
     def section(self, name: str) -> None:
         """A pass begins."""
@@ -69,6 +70,15 @@ class DeviceLog(TorchDispatchMode):
             yield
         finally:
             self._label = before
+
+    @contextlib.contextmanager
+    def behind(self, copy: Collective | None) -> Iterator[None]:
+        """Collectives launched inside start when a copy is over."""
+        self._after = copy
+        try:
+            yield
+        finally:
+            self._after = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -101,20 +111,25 @@ class DeviceLog(TorchDispatchMode):
         outputs: Sequence[Tensor] = (),
         *,
         tagged: bool = False,
+        numel: int | None = None,
     ) -> Work:
-        """Write down a collective that reads `inputs` and writes `outputs`, and the wait for it when it comes."""
+        """Write down a collective that reads `inputs` and writes `outputs`, and the wait for it when it comes.
+
+        `numel` is to be the same on all ranks (default: as many elements as it reads).
+        """
         call = Collective(
             communicator,
             kind,
             self._label,
-            numel=sum(tensor.numel() for tensor in inputs or outputs),
+            numel=sum(tensor.numel() for tensor in inputs or outputs) if numel is None else numel,
             reads=tuple(self._region(tensor, kind) for tensor in inputs),
             writes=tuple(self._region(tensor, kind) for tensor in outputs),
             members=members,
             tagged=tagged,
+            after=self._after,
         )
         self._write(call)
-        return Work(functools.partial(self._write, Wait(call)))
+        return Work(call, functools.partial(self._write, Wait(call)))
 
     def touch(self, name: str, target: Tensor) -> None:
         """Write down a change of `target` that no operation of torch makes."""

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from hf_zero.core.courier import AtOnce
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.core.disk_home import DiskHome
 from hf_zero.core.homes import Homes, MemoryHome
@@ -21,13 +22,13 @@ class FarHome:
     least = 1
 
     def __init__(self, place=Place.HOST, limit=1024):
-        self.place, self.device, self.limit = place, torch.device("cpu"), limit
+        self.place, self.device, self.limit, self.courier = place, torch.device("cpu"), limit, AtOnce()
         self.opened = self.written = 0
         self.shelves = 0  # that have not left
         self.most_open = self.now_open = 0
 
     def shelf(self, numel, flats):
-        assert 0 < numel <= self.limit, numel
+        assert numel  # slices are cut at the limit; matrices, and runs of unequal shares, are not
         self.shelves += 1
         return _FarShelf(self, numel, flats)
 
@@ -78,7 +79,7 @@ class _FarShelf:
                 self.home.written += self.numel
             with torch.no_grad(), torch.inference_mode(False):
                 values.fill_(math.nan)
-                self.flats[kind].data = torch.full((1,), math.nan, dtype=values.dtype).expand(self.numel)
+                self.flats[kind].data = torch.full((), math.nan, dtype=values.dtype).expand(values.shape)
         self._shown.clear()
         self._writes = False
 
@@ -86,7 +87,7 @@ class _FarShelf:
         """It is fetched when it is opened."""
 
     def add(self, kind, tensor):
-        assert self._depth and tensor.shape == (self.numel,), (kind, tensor.shape)
+        assert self._depth and tensor.numel() == self.numel, (kind, tensor.shape)
         self.flats[kind] = tensor
         self._shown.add(kind)
         self._writes = True

@@ -4,11 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import hf_zero
-from hf_zero.convert.command import main
+from hf_zero.cli import main
 from tests.support.make_golden_checkpoints import CASES, SAVED, make_data, make_model
 from tests.support.trainers import forget_accelerate
 
@@ -28,13 +31,20 @@ def told(case):
     return json.loads((GOLDEN / case / "expected.json").read_text())
 
 
+def told_losses(case):
+    """The losses of a Trainer's run after its checkpoint; skips the test where this Trainer averages otherwise."""
+    if Version(transformers.__version__) < Version("5.10"):
+        pytest.skip("until transformers 5.9 the Trainer averaged losses over one label more per row")
+    return told(case)["resumed"]
+
+
 def told_tensors(case):
     return load_file(GOLDEN / case / "expected.safetensors")
 
 
 def convert(*words):
     """Run the command. Its exit status; argparse leaves by SystemExit."""
-    return main([str(word) for word in words])
+    return main(["convert", *map(str, words)])
 
 
 def converted(case, folder):
@@ -43,8 +53,11 @@ def converted(case, folder):
     return folder
 
 
-def resume(case, run, checkpoint, batch, stage=None, **more):
-    """The losses after the third step, by step; `stage=None` is the stock Trainer, no `checkpoint` the whole run."""
+def resume(case, run, checkpoint, batch, stage=None, optimizer=None, **more):
+    """The losses after the third step, by step; `stage=None` is the stock Trainer, no `checkpoint` the whole run.
+
+    `optimizer`, a class, takes the place of the case's.
+    """
     forget_accelerate()
     arguments = {
         "output_dir": str(run),
@@ -58,13 +71,14 @@ def resume(case, run, checkpoint, batch, stage=None, **more):
         **more,
     }
     model, data = make_model(case), make_data()
+    own = {} if optimizer is None else {"optimizer_cls_and_kwargs": (optimizer, {})}
     if stage is None:
-        trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=data)
+        trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=data, **own)
     else:
         if "scheduler" in CASES[case].get("more", {}):
             arguments["deepspeed"] = {"scheduler": CASES[case]["more"]["scheduler"]}
         args = hf_zero.ZeroTrainingArguments(zero_stage=stage, **arguments)
-        trainer = hf_zero.ZeroTrainer(model=model, args=args, train_dataset=data)
+        trainer = hf_zero.ZeroTrainer(model=model, args=args, train_dataset=data, **own)
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     history = trainer.state.log_history
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry and entry["step"] > SAVED}

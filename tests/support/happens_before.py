@@ -2,10 +2,11 @@
 
 Each rank has one stream of computation, in the order of its log, and one stream per communicator. A collective starts
 on a rank once that rank's computation has come to its launch and the communicator's call before it has ended; it ends
-when all members have started it. `Wait` makes the computation go on after that end. These rules leave one partial
-order of starts and ends, whatever the speed of each device, so one replay that takes every rank as far as it can get
-finds what can go wrong in any run. The replay keeps, for each rank, the last call of each communicator whose end lies
-before everything that follows (a vector clock): memory that a later call uses must not be touched.
+when all members have started it. `Wait` makes the computation go on after that end. A copy between host and device is
+a call of one member. These rules leave one partial order of starts and ends, whatever the speed of each device, so one
+replay that takes every rank as far as it can get finds what can go wrong in any run. The replay keeps, for each rank,
+the last call of each communicator whose end lies before everything that follows (a vector clock): memory that a later
+call uses must not be touched.
 
 Transports that block the host obey weaker rules: messages are told apart by tags instead of their order, and a host
 that waits holds up the same work as a stream that waits. What passes here cannot hang there.
@@ -49,6 +50,7 @@ class Collective:
     writes: tuple[Region, ...] = ()
     members: tuple[int, ...] = (0, 1)
     tagged: bool = False  # on a host: nothing holds up calls of other communicators
+    after: Collective | None = None  # a copy of this rank, which is over before it starts
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.label}" if self.label else self.kind
@@ -145,20 +147,24 @@ class _Replay:
                     return False
                 _merge(self._clocks[rank], self._ends[communicator][number])
             case Compute():
-                self._touch(rank, event.name, event.reads, event.writes)
+                self._touch(rank, event.name, event.reads, event.writes, self._clocks[rank])
             case Resize(storage, 0) | Free(storage):
-                self._touch(rank, "its release", (), (Region(storage),))
+                self._touch(rank, "its release", (), (Region(storage),), self._clocks[rank])
         return True
 
     def _launch(self, rank: int, call: Collective) -> None:
         members = self._members.setdefault(call.communicator, call.members)
         if members != call.members:
             self._mix_up(call.communicator, f"has ranks {members}, and ranks {call.members} on rank {rank}")
-        self._touch(rank, str(call), call.reads, call.writes, call.communicator)
+        clock = dict(self._clocks[rank])
+        if call.after is not None:
+            communicator, number = self._place[call.after]
+            _merge(clock, self._ends[communicator][number])
+        self._touch(rank, str(call), call.reads, call.writes, clock, call.communicator)
         place = (call.communicator, self._numbers[rank][call.communicator])
         self._numbers[rank][call.communicator] += 1
         self._place[call] = place
-        self._started[place][rank] = (call, dict(self._clocks[rank]))
+        self._started[place][rank] = (call, clock)
         for storage in {region.storage for region in (*call.reads, *call.writes)}:
             self._using[rank][storage].append(call)
         self._end_calls(call.communicator)
@@ -188,15 +194,21 @@ class _Replay:
             self.found.append(f"mismatch: communicator {communicator!r} {what}")
 
     def _touch(
-        self, rank: int, name: str, reads: tuple[Region, ...], writes: tuple[Region, ...], communicator: str = ""
+        self,
+        rank: int,
+        name: str,
+        reads: tuple[Region, ...],
+        writes: tuple[Region, ...],
+        clock: Clock,
+        communicator: str = "",
     ) -> None:
         """Find collectives, not surely over, that still need the memory which is touched here."""
         for region, changes in [*((region, True) for region in writes), *((region, False) for region in reads)]:
             pending = self._using[rank].get(region.storage)
             if not pending:
                 continue
-            pending[:] = [call for call in pending if not self._is_over(rank, call)]
-            for call in pending:
+            pending[:] = [call for call in pending if not self._is_over(call, self._clocks[rank])]
+            for call in (call for call in pending if not self._is_over(call, clock)):
                 written = any(map(region.meets, call.writes))
                 clash = written or (changes and any(map(region.meets, call.reads)))
                 # The calls of one communicator run one after another.
@@ -206,9 +218,9 @@ class _Replay:
                         f"race: rank {rank}: {name} {ours} storage {region.storage} while {call} may still be {its} it"
                     )
 
-    def _is_over(self, rank: int, call: Collective) -> bool:
+    def _is_over(self, call: Collective, clock: Clock) -> bool:
         communicator, number = self._place[call]
-        return self._clocks[rank].get(communicator, -1) >= number
+        return clock.get(communicator, -1) >= number
 
     def _report_deadlock(self) -> None:
         left = sum(len(log) - at for log, at in zip(self.logs, self._at, strict=True))

@@ -29,7 +29,8 @@ def environment(folder):
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_zero_hook\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[torch.backends]\n" + "".join(missing))
         paths.append(str(info.parent))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
+    foreign = ("ACCELERATE_", "HF_ZERO_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     paths = {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(folder / "home")}
     return {**kept, **paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -46,7 +47,11 @@ def start(*command, folder, **variables):
 
 
 def run(*commands, folder, **variables):
-    """Start commands at the same time; returns their outputs (both streams) and their exit statuses."""
+    """Start commands at the same time; returns their outputs (both streams) and their exit statuses.
+
+    torchrun starts its ranks unbuffered: a print of several values is several writes, between which another rank may
+    write. A script whose output is compared therefore prints one string.
+    """
     started = []
     try:
         started += [start(*command, folder=folder, **variables) for command in commands]

@@ -23,7 +23,7 @@ class Dropped(ZeroSystem):
 
 
 class Stale(ZeroSystem):
-    """After the first step the weights of one unit are not brought up to date."""
+    """After each step, what other ranks have stepped of the weights of one unit does not arrive."""
 
     def step(self):
         unit = next(unit for unit in self.engine.units if unit.name.endswith("h.1"))
@@ -31,7 +31,9 @@ class Stale(ZeroSystem):
         super().step()
         unit.unshard()
         for buffer, values in zip(unit.buffers, old, strict=True):
+            own = buffer.local_slice.detach().clone()
             buffer.unsharded.data.copy_(values)
+            buffer.local_slice.data.copy_(own)
 
 
 class Clipped(ZeroSystem):
@@ -206,7 +208,7 @@ def _with(task, **changes):
 FAULTS = {
     Scaled: ("gradients", "every gradient is 2 times what it should be: scaled by N, summed over the 2 ranks"),
     Dropped: ("gradients", "every gradient is without micro-batch 0 of rank 1: dropped"),
-    Stale: ("losses", "'transformer.h.1.ln_1.weight' is computed with other values .*: stale weights"),
+    Stale: ("losses", r"'transformer.h.1.[\w.]+' is computed with other values .*: stale weights"),
     Clipped: ("clipping", "clipping: to a norm of .* and the limit is"),
     Unclipped: ("clipping", "clipping: nothing was clipped"),
     Untied: ("structure", "tied weight untied: 'lm_head.weight' is 'transformer.wte.weight' in the model"),

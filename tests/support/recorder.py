@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.comm import work as comm_work
 from hf_zero.comm.communicator import Communicator
 from hf_zero.comm.transport import Take, Transport
 from hf_zero.comm.transport.messages import Messages
@@ -88,6 +89,46 @@ class Recording(DeviceLog):
         return engine
 
 
+class RecordedLanes:
+    """In the place of a device's streams for copies to and from its host."""
+
+    def __init__(self) -> None:
+        assert Recording.current is not None
+        self._recording = Recording.current
+        self._last_up: Work | None = None
+
+    def memory(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def down(self, target: Tensor, source: Tensor) -> Work:
+        return self._copy("down", target, source)
+
+    def up(self, target: Tensor, source: Tensor) -> Work:
+        self._last_up = self._copy("up", target, source)
+        return self._last_up
+
+    def _copy(self, lane: str, target: Tensor, source: Tensor) -> Work:
+        with torch.no_grad(), torch.inference_mode(False), self._recording.paused():
+            work = self._recording.launch(
+                f"rank {dist.get_rank()}: {lane}", "copy", (dist.get_rank(),), [source], [target]
+            )
+            target.copy_(source)
+        return work
+
+    def send(self, begin: Callable[[], comm_work.Work]) -> comm_work.Work:
+        before = self._last_up
+        with self._recording.behind(None if before is None else before.call):
+            work = begin()
+        return comm_work.Work(comm_work.Landing([work] if before is None else [work, before]))
+
+    def join(self) -> None:
+        if self._last_up is not None:
+            self._last_up.wait()
+
+    def close(self) -> None:
+        """There are no streams."""
+
+
 # -- process groups --------------------------------------------------------------------------------------------------
 
 
@@ -106,12 +147,17 @@ class RecordedGroup(dist.ProcessGroup):
         return "recorded"
 
     def _run(
-        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], values: Callable[[], object]
+        self,
+        kind: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        values: Callable[[], object],
+        numel: int | None = None,
     ) -> Work:
         if strangers := {tensor.device for tensor in (*inputs, *outputs)} - {self.recording.device}:
             raise RuntimeError(f"{kind} of tensors on {strangers}: this group's are on {self.recording.device}")
         with torch.no_grad(), self.recording.paused():
-            work = self.recording.launch(self.name, kind, self.ranks, inputs, outputs)
+            work = self.recording.launch(self.name, kind, self.ranks, inputs, outputs, numel=numel)
             values()
         return work
 
@@ -143,7 +189,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> Work:
         own = inputs[self.rank()]
-        return self._run("all-to-all", inputs, outputs, lambda: [output.copy_(own) for output in outputs])
+        if own.numel():
+            return self._run("all-to-all", inputs, outputs, lambda: [output.copy_(own) for output in outputs])
+        # Messages of any lengths, none to itself: what others send is not known here.
+        return self._run("all-to-all", inputs, outputs, lambda: [output.zero_() for output in outputs], numel=0)
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> Work:
         factor = self.size() if opts.reduceOp == dist.ReduceOp.SUM else 1
@@ -241,6 +290,10 @@ class Naming:
     def reduce_scatter(self, flat: Tensor, out: Tensor, tag: Tag) -> Handle:
         with self._recording.carrying(tag.name):
             return self._inner.reduce_scatter(flat, out, tag)
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        with self._recording.carrying(tag.name):
+            return self._inner.hand_over(outgoing, incoming, tag)
 
     def all_reduce(self, flat: Tensor, tag: Tag) -> Handle:
         with self._recording.carrying(tag.name):

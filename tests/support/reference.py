@@ -90,7 +90,7 @@ def train_stock(model, make_optimizer, batches, plan, *, ddp=None, micro=plain_m
             clip_by_norm(model, trace.norms[-1], plan.clip)
         optimizer.step()
         optimizer.zero_grad()
-    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trace.weights = {name: _copy_of(param) for name, param in model.named_parameters()}
     return trace
 
 
@@ -115,7 +115,12 @@ def train_zero(model, make_optimizer, batches, plan, *, config, micro=plain_micr
 
 def whole_weights(model):
     with hf_zero.gathered_parameters(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name: _copy_of(param) for name, param in model.named_parameters()}
+
+
+def _copy_of(param):
+    """Its values, also where it is made of other tensors."""
+    return param.detach().dequantize().clone() if hasattr(param, "__tensor_flatten__") else param.detach().clone()
 
 
 def average_gradients(model):

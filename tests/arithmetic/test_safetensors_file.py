@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 import struct
 
@@ -164,3 +165,26 @@ def test_a_header_that_no_reader_takes_is_not_written(tmp_path):
     with pytest.raises(ZeroCheckpointError, match="header of 100,.* bytes: readers of safetensors take 100,000,000"):
         file.create(tmp_path / "y.safetensors")
     assert not (tmp_path / "y.safetensors").exists()
+
+
+def test_what_comes_next_is_asked_for_while_the_present_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.checkpoint.safetensors_file._AHEAD_BYTES", 16)
+    tensors = {f"t{number}": torch.full((4,), float(number)) for number in range(5)}
+    layout = SlicedFile(dict.fromkeys(tensors, (torch.float32, (4,))), {})
+    path, asked = tmp_path / "a.safetensors", []
+    path.write_bytes(layout.header + b"".join(tensor.numpy().tobytes() for tensor in tensors.values()))
+
+    def parts():
+        for name in tensors:
+            read = torch.empty(4)
+            yield name, 0, read
+            assert torch.equal(read, tensors[name])
+            asked.append(name)
+
+    monkeypatch.setattr("os.posix_fadvise", lambda _, position, size, advice: asked.append((position, size, advice)))
+    layout.read(path, parts(), coming=((name, 0, torch.empty(4, device="meta")) for name in tensors))
+    ranges = {f"t{number}": (layout.position(f"t{number}", 0), 16, os.POSIX_FADV_WILLNEED) for number in range(5)}
+    order = ["t0", "t1", "t2", "t3", "t4"]
+    assert [each for each in asked if isinstance(each, str)] == order
+    assert [each for each in asked if not isinstance(each, str)] == [ranges[name] for name in order]
+    assert asked.index(ranges["t1"]) < asked.index("t0") < asked.index(ranges["t2"]) < asked.index("t1")

@@ -1,0 +1,354 @@
+"""Predicted step times: the longest path through what the engine enqueues, on machines whose numbers have sources."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+
+from hf_zero import ZeroConfig
+from hf_zero.cli import main
+from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
+from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Read, Wait
+from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.plan import Request
+from hf_zero.planning.progress import silent
+from hf_zero.planning.step_time import Run, compare, fastest, whole_run
+from hf_zero.planning.timeline import replay
+from hf_zero.planning.trace import Scenario, trace
+
+
+STEP = Mark("step")
+
+
+def _machine(**numbers):
+    plain = {
+        "name": "a machine",
+        "ranks_per_node": 2,
+        "memory": 8e9,
+        "flops": {"fp32": 1e12, "bf16": 2e12},
+        "memory_rate": 1e9,
+        "launch": 0.0,
+        "node_rate": 1e9,
+        "net_rate": 1e8,
+    }
+    return Machine(**{**plain, **numbers})
+
+
+def _operation(seconds):
+    return Operation("add", 0, int(seconds * 1e9), torch.float32)
+
+
+def _move(seconds, by="messages", members=(0, 1), channel="gathers"):
+    return Move("all-gather", "a layer", int(seconds * 1e9), members, channel, by)
+
+
+def _step(*events, **numbers):
+    return replay([STEP, *events, STEP], _machine(**numbers))
+
+
+# -- the longest path -------------------------------------------------------------------------------------------------
+
+
+def test_operations_run_one_after_another():
+    assert _step(_operation(1), _operation(2)).seconds == pytest.approx(3)
+
+
+def test_a_collective_behind_operations_costs_nothing():
+    move = _move(2)
+    found = _step(move, _operation(3), Wait(move))
+    assert found.seconds == pytest.approx(3)
+    assert not found.exposed
+    assert found.moving["all-gather"] == pytest.approx(2)
+
+
+def test_what_is_left_of_a_collective_is_waited_for():
+    move = _move(5)
+    found = _step(_operation(1), move, _operation(3), Wait(move))
+    assert found.seconds == pytest.approx(6)
+    assert found.exposed["all-gather", "a layer"] == pytest.approx(2)
+
+
+def test_collectives_of_one_channel_and_of_one_link_run_one_after_another():
+    one, other = _move(2), _move(3, channel="reductions")
+    assert _step(one, other, Wait(one), Wait(other)).seconds == pytest.approx(5)
+
+
+def test_links_inside_and_between_nodes_work_at_the_same_time():
+    near, far = _move(2), _move(0.3, members=(0, 2), channel="between")
+    assert _step(near, far, Wait(near), Wait(far)).seconds == pytest.approx(3)
+
+
+def test_reads_of_other_ranks_memory_take_the_readers_own_time():
+    move = _move(2, by="reads")
+    found = _step(move, _operation(3), Wait(move), read_rate=1e9, host_computes=True)
+    assert found.seconds == pytest.approx(5)
+
+
+def test_a_host_that_launches_too_slowly_is_waited_for():
+    found = _step(_operation(1), *[_operation(0.1)] * 10, launch=0.5)
+    assert found.seconds == pytest.approx(5.6)
+    assert found.launching == pytest.approx(5.6 - 2)
+
+
+def test_a_host_that_reads_a_value_launches_nothing_ahead():
+    slow = [_operation(2), _operation(2)]
+    assert _step(*slow, _operation(1), launch=1.0).seconds == pytest.approx(6)
+    assert _step(*slow, Read(), _operation(1), launch=1.0).seconds == pytest.approx(7)
+
+
+def test_operations_slow_down_beside_a_collective():
+    move = _move(2)
+    assert _step(move, _operation(4), Wait(move), contention=0.5).seconds == pytest.approx(5)
+
+
+def test_the_last_step_pays_for_what_the_one_before_has_begun():
+    move = _move(4)
+    found = replay([STEP, _operation(1), move, STEP, _operation(1), Wait(move), STEP], _machine())
+    assert found.seconds == pytest.approx(4)
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_products_take_the_larger_of_computing_and_moving():
+    machine = _machine(large_share=0.5, small_share=0.25)
+    large = Operation("mm", 10**12, 1000, torch.bfloat16, 2048)
+    small = Operation("mm", 10**12, 1000, torch.bfloat16, 64)
+    thin = Operation("mm", 1000, 10**9, torch.float32, 1)
+    assert [machine.operation_seconds(one) for one in (large, small, thin)] == pytest.approx([1, 2, 1])
+
+
+def test_operations_that_compute_much_have_a_rate_of_their_own():
+    machine = _machine(rates={"silu": 5e8, "silu bf16": 2.5e8})
+    times = [
+        machine.operation_seconds(Operation(name, 0, 10**9, dtype, 0))
+        for name, dtype in (
+            ("silu", torch.float32),
+            ("silu_", torch.float32),
+            ("silu", torch.bfloat16),
+            ("add", torch.float32),
+        )
+    ]
+    assert times == pytest.approx([2, 2, 4, 1])
+
+
+def test_rings_over_nodes_use_the_network_cards_of_all_ranks_of_a_node():
+    machine = _machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
+    inside = machine.move_seconds(Move("all-gather", "", 10**9, tuple(range(8)), "", "nccl"))
+    over = machine.move_seconds(Move("all-gather", "", 10**9, tuple(range(16)), "", "nccl"))
+    assert inside == pytest.approx(7e9 / 450e9, rel=0.01)
+    assert over == pytest.approx(15e9 / 400e9, rel=0.01)
+    twice = machine.move_seconds(Move("all-reduce", "", 10**9, tuple(range(8)), "", "nccl"))
+    assert twice == pytest.approx(2 * inside, rel=0.01)
+
+
+def test_small_rings_take_the_time_of_their_steps():
+    machine = _machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
+    seconds = machine.move_seconds(Move("all-gather", "", 8, tuple(range(64)), "", "nccl"))
+    assert seconds == pytest.approx(14e-6 + (63 - 7) * 1.9e-6 + 7 * 4e-6, rel=0.01)
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_number_of_a_machine_has_its_source(name):
+    machine = read_machine(name)
+    given = {"flops", "memory_rate", "launch", "node_rate", "net_rate", "large_share", "attention_share", "memory"}
+    given |= {"error"}
+    assert given <= set(machine.sources)
+    assert all(machine.sources.values())
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("name: a\n", "lacks"),
+        ("- 1\n", "no mapping"),
+        ("nmae: a\n", "'nmae' is no number of a machine"),
+        ("memory_rate: 1e9\n", r"write 1\.0e\+9"),
+        ("memory_rate: -1.0\n", "out of range"),
+        (
+            "flops: {bf16: 1.0}\nname: a\nranks_per_node: 1\nmemory: 1\nmemory_rate: 1\nlaunch: 1\nnode_rate: 1\n"
+            "net_rate: 1\n",
+            "flops lacks fp32",
+        ),
+        (
+            "flops: {fp32: 1.0}\nname: a\nranks_per_node: 1\nmemory: 1\nmemory_rate: 1\nlaunch: 1\nnode_rate: 1\n"
+            "net_rate: 1\nsmall_share: {bf16: 1.0}\n",
+            "small_share lacks fp32",
+        ),
+        ("name: [\n", "not a readable YAML"),
+    ],
+)
+def test_mistakes_in_a_machines_file_are_named(tmp_path, text, what):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(MachineError, match=what):
+        read_machine(str(tmp_path / "mine.yaml"))
+
+
+def test_an_unknown_machine_is_refused_with_the_nearest():
+    with pytest.raises(MachineError, match="did you mean 'h100'"):
+        read_machine("h10")
+
+
+def test_a_share_may_be_one_number_or_one_by_dtype():
+    product = {
+        dtype: Operation("mm", 10**12, 1, dtype, 64) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    one, each = _machine(small_share=0.5), _machine(small_share={"fp32": 0.5, "bf16": 0.25})
+    assert [one.operation_seconds(product[dtype]) for dtype in product] == pytest.approx([2, 1, 2])
+    assert [each.operation_seconds(product[dtype]) for dtype in product] == pytest.approx([2, 2, 2])
+
+
+def test_more_ranks_than_were_measured_share_the_cores():
+    machine = _machine(host_computes=True)
+    assert machine.shared_by(4).memory_rate == machine.memory_rate / 2
+    assert machine.shared_by(2) is machine
+    assert _machine().shared_by(4).memory_rate == machine.memory_rate
+
+
+# -- the engine's own log ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(
+        transformers.LlamaConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=500,
+            architectures=["LlamaForCausalLM"],
+        )
+    )
+
+
+def _request(**changes):
+    plain = {
+        "name": "a decoder",
+        "config": ZeroConfig(mixed_precision="bf16"),
+        "gpus": 2,
+        "nodes": 2,
+        "gpu_memory": 8 * 10**9,
+        "batch": BatchShape(rows=1, length=64),
+        "accumulation": 1,
+        "optimizer": "adamw",
+        "backend": "nccl",
+    }
+    return Request(**{**plain, **changes})
+
+
+def _log(model, stage, backend="nccl", **config):
+    log = Enqueued()
+    zero = ZeroConfig(zero_stage=stage, mixed_precision="bf16", **config)
+    batch = BatchShape(rows=1, length=64)
+    found = trace(model, Scenario(config=zero, world_size=4, batch=batch, backend=backend), log=log)
+    return log, found
+
+
+def _last_step(log):
+    marks = [number for number, event in enumerate(log.events) if event == STEP]
+    return log.events[marks[-2] : marks[-1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_moves_of_a_step_carry_the_bytes_that_are_counted(model, stage, backend):
+    log, found = _log(model, stage, backend)
+    moves = [event for event in _last_step(log) if isinstance(event, Move) and event.label != "scalars"]
+    sent = sum(move.nbytes * (len(move.members) - 1) * (2 if move.kind == "all-reduce" else 1) for move in moves)
+    assert sent == sum(nbytes for kind, nbytes in found.sent.items() if kind != "scalars")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_collective_is_waited_for_once(model, stage):
+    log, _ = _log(model, stage)
+    moves = [event for event in log.events if isinstance(event, Move)]
+    waits = [event.move for event in log.events if isinstance(event, Wait)]
+    assert len(waits) == len(set(waits))
+    assert set(waits) <= set(moves)
+    assert len(moves) - len(waits) <= 6, "only the gathers of updated weights outlive the last step"
+
+
+def test_the_products_of_a_forward_pass_are_two_for_each_weight_and_token(model):
+    pace = compare(model, _request(checkpointing=False, nodes=1), _machine(), silent)[0]
+    inside = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in name)
+    attention = 4 * 4 * 64 * 64 * 32 / 2 * 2  # both products, halved by the mask: heads, tokens squared, width, layers
+    assert pace.flops == pytest.approx(3 * (2 * inside * 64 + attention), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_faster_link_never_makes_a_step_longer(model):
+    quick = {"memory_rate": 1e12}
+    slow, fast = (
+        compare(model, _request(checkpointing=False), _machine(net_rate=rate, node_rate=10 * rate, **quick), silent)
+        for rate in (1e8, 1e9)
+    )
+    assert all(one.timeline.seconds >= other.timeline.seconds for one, other in zip(slow, fast, strict=True))
+    assert slow[-1].timeline.seconds > 1.5 * fast[-1].timeline.seconds
+
+
+@pytest.mark.slow
+def test_weights_inside_nodes_pay_where_the_network_is_slow(model):
+    request = _request(accumulation=4, checkpointing=False)
+    by_label = {pace.way.label: pace for pace in compare(model, request, _machine(net_rate=1e7), silent)}
+    plain, node = by_label["stage 3"], by_label["stage 3, weights each node, states all ranks"]
+    assert node.timeline.seconds < plain.timeline.seconds
+    assert by_label["stage 3, the same in 8 bits"].timeline.seconds < (node.timeline.seconds)
+
+
+@pytest.mark.slow
+def test_the_fastest_way_takes_as_many_rows_as_fit_and_keeps_the_tokens_of_a_step(model):
+    request = _request(accumulation=8, nodes=1, checkpointing=False)
+    found = fastest(model, request, _machine(launch=1e-4), silent)
+    assert found == sorted(found, key=lambda pace: -pace.tokens_per_second)
+    assert {pace.way.rows * pace.way.accumulation for pace in found} == {8}
+    assert found[0].way.rows == 8, "launches bound a step, and memory is plenty"
+    resident = min(pace.footprint.peak_bytes for pace in found)
+    assert fastest(model, _request(gpu_memory=resident // 4), _machine(), silent) == []
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_as_often_as_daly_says(model):
+    (pace,) = compare(model, _request(nodes=1, gpus=1, checkpointing=False), _machine(), silent)
+    run = whole_run(pace, _request(nodes=1, gpus=1), _machine(disk_rate=1e9), tokens=1e9, trained=10**9)
+    assert run.save_seconds == pytest.approx(12)
+    assert run.interval == pytest.approx(math.sqrt(2 * 12 * 50_700 * 3600) - 12)
+    assert run.gpu_hours == pytest.approx(1e9 / pace.tokens_per_second / 3600)
+    assert whole_run(pace, _request(), _machine(), tokens=1e9, trained=1) == Run(
+        days=pytest.approx(run.days / 4), gpu_hours=pytest.approx(run.gpu_hours), save_seconds=None, interval=None
+    )
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.config.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_writes_the_timeline_and_the_fastest(folder, capsys):
+    words = ["plan", str(folder / "model"), "--time", "--machine", "a100", "--nodes", "2", "--seq-len", "64"]
+    words += ["--no-gradient-checkpointing", "--tokens", "1e9", "--timeline", str(folder / "step.json")]
+    assert main([*words, "--write", str(folder / "fast.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "stage 3, weights each node, states all ranks" in out
+    assert "1e+09 tokens take" in out
+    events = json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert {"M", "X"} == {event["ph"] for event in events}
+    assert "zero_stage" in (folder / "fast.yaml").read_text()
+    assert ZeroConfig.from_any(str(folder / "fast.yaml")).zero_stage in (0, 1, 2, 3)
+
+
+def test_a_machine_that_nobody_knows_is_one_line_and_status_2(folder, capsys):
+    assert main(["plan", str(folder / "model"), "--time", "--machine", "h1000"]) == 2
+    assert "no machine is called 'h1000'" in capsys.readouterr().err
+    assert main(["plan", str(folder / "model"), "--tokens", "1e9"]) == 2
