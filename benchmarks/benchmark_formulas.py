@@ -45,9 +45,9 @@ def wire_bytes(stage: int, traffic: Traffic) -> int:
 def resident_bytes(stage: int, numel: int, ranks: int, weight_bytes: int) -> float:
     """Bytes of weights, fp32 masters and two Adam states on one rank between steps.
 
-    At stage 3 a weight is cast from its master when it is gathered and takes nothing at rest. Where weights are fp32,
-    stages 1 and 2 still need the master: it is the sharded part that the optimizer steps.
+    At stage 3 a weight is cast from its master when it is gathered and takes nothing at rest. Where weights are whole
+    and fp32, the masters are parts of them.
     """
     if stage == 3:
         return 12 * numel / ranks
-    return (weight_bytes + 12 / (1 if stage == 0 else ranks)) * numel
+    return (weight_bytes + (8 if weight_bytes == 4 else 12) / (1 if stage == 0 else ranks)) * numel

@@ -137,7 +137,7 @@ def measure(row: Row, accumulation: int, args: argparse.Namespace, rank: int) ->
     dist.all_reduce(counted)
     numel = sum(buffer.layout.numel for buffer in engine.buffers)
     resident = sum(tensor.nbytes for buffer in engine.buffers for tensor in buffer.kept_weights)
-    errors = {each.kind: each.error for each in engine.mesh.meter.kinds}
+    errors = {each.kind: each.error for each in engine.mesh.quantised}
     engine.undo()
     per_step = numel * args.steps
     return {

@@ -3,8 +3,8 @@
     python benchmarks/benchmark_offload.py --disk /mnt/nvme --size 170m --ranks 2 --precision fp32 bf16
 
 Every row runs in processes of its own, so that peaks of memory are its own, and rows take turns, round after round.
-Figures are medians over rounds of the medians over steps; the first step of a run, which makes the optimizer's
-states, is left out. The DeepSpeed rows take part where it can be imported (docs/offload.md says how to build it for
+Figures are medians over rounds of the medians over steps; the first two steps of a run, which make the optimizer's
+states, are left out. The DeepSpeed rows take part where it can be imported (docs/offload.md says how to build it for
 CPU ranks).
 """
 
@@ -37,6 +37,8 @@ DEVICES = {"none": {}, "host": {"offload_optimizer_device": "cpu"}}
 ROWS = ("none", "host", "disk", "disk+weights", "deepspeed none", "deepspeed disk")
 DEEPSPEED = "deepspeed"  # only ever found by name: nothing here needs it
 MAX_NORM = 1.0
+WARM_UP = 2  # the first step makes the optimizer's states, where it is owed in the forward pass of the second
+PHASES = ("forward", "backward", "step")
 _IO = ("read_bytes", "write_bytes")
 
 
@@ -99,6 +101,25 @@ class Ours:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def waited(self) -> float:
+        """Seconds for which this rank has stood still for the disk so far."""
+        return sum(file.waited for file in self.engine.homes.files)
+
+    def promised(self) -> dict[str, float]:
+        """Bytes of this rank by docs/offload.md: what a step moves, what memory is rid of, what has come into it."""
+        masters = [shard for buffer in self.engine.buffers for shard in buffer.master_shards]
+        weights = [shard for buffer in self.engine.buffers for shard in buffer.resting.weights]
+        on_disk = sum(one.numel for one in masters if one.place.value == "disk")
+        sizes = [one.numel * one.dtype.itemsize for one in weights if one.place.value == "disk"]
+        # Weights are written once, and read in backward, but for those that are still in buffers then.
+        read = sum(sizes[: max(0, len(sizes) - self.engine.config.offload_buffer_count)])
+        copies = sum(one.numel * one.dtype.itemsize for one in weights if one.place.value != "disk")
+        return {
+            "moves": 24 * on_disk + sum(sizes) + read,
+            "gone": 12 * on_disk,
+            "come": copies + self.engine.homes.buffer_bytes,
+        }
+
 
 class DeepSpeed:
     """DeepSpeed on CPU ranks, with its own Adam and buffers that its pipeline of reads and writes needs."""
@@ -144,6 +165,15 @@ class DeepSpeed:
     def step(self) -> None:
         self.engine.step()
 
+    def waited(self) -> float:
+        """It does not say."""
+        return 0.0
+
+    def promised(self) -> dict[str, float]:
+        """32 bytes of each parameter are moved (docs/offload.md), and none of the rest is promised."""
+        owned = sum(param.ds_numel for param in self.engine.module.parameters()) / self.engine.world_size
+        return {"moves": 32 * owned, "gone": 12 * owned, "come": 0}
+
 
 def work(args: argparse.Namespace) -> None:
     """Train as one rank, and print what it cost as a line of JSON."""
@@ -159,28 +189,29 @@ def work(args: argparse.Namespace) -> None:
     system = (DeepSpeed if args.worker.startswith("deepspeed") else Ours)(args, model, precision)
     draw = torch.Generator().manual_seed(rank)
     steps: list[dict[str, float]] = []
-    for number in range(args.steps + 1):
-        if number == 1:
+    for number in range(WARM_UP + args.steps):
+        if number == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: building the model is not the step
         ids = torch.randint(0, SIZES[args.size]["vocab_size"], (1, args.length), generator=draw)
         dist.barrier()
-        before, clock = _io(), [time.perf_counter()]
+        before, waited, clock = _io(), system.waited(), [time.perf_counter()]
         loss = system.forward(ids)
         clock.append(time.perf_counter())
         system.backward(loss)
         clock.append(time.perf_counter())
         system.step()
         clock.append(time.perf_counter())
-        phases = zip(("forward", "backward", "step"), clock, clock[1:], strict=False)
+        phases = zip(PHASES, clock, clock[1:], strict=False)
         moved = {name: _io()[name] - before[name] for name in _IO}
-        steps.append({**{name: end - begin for name, begin, end in phases}, **moved, "loss": loss.item()})
-    found = {name: statistics.median(step[name] for step in steps[1:]) for name in steps[0] if name != "loss"}
-    found |= {"peak": _peak(), "numel": numel, "losses": [step["loss"] for step in steps]}
+        spent = {name: end - begin for name, begin, end in phases} | {"waited": system.waited() - waited}
+        steps.append({**spent, **moved, "loss": loss.item()})
+    found = {name: statistics.median(step[name] for step in steps[WARM_UP:]) for name in steps[0] if name != "loss"}
+    found |= {"peak": _peak(), "numel": numel, "losses": [step["loss"] for step in steps], **system.promised()}
     everyone: list[Any] = [None] * args.ranks
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        slowest = {name: max(each[name] for each in everyone) for name in ("forward", "backward", "step", "peak")}
-        sums = {name: sum(each[name] for each in everyone) for name in _IO}
+        slowest = {name: max(each[name] for each in everyone) for name in (*PHASES, "waited", "peak")}
+        sums = {name: sum(each[name] for each in everyone) for name in (*_IO, "moves")}
         print(json.dumps({**found, **slowest, **sums}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -215,7 +246,7 @@ def why_not(row: str) -> str | None:
 
 
 def run_row(args: argparse.Namespace, row: str, precision: str) -> dict[str, Any]:
-    """Have all ranks of one row train; raises RuntimeError with what the first that failed has said."""
+    """Have all ranks of one row train; raises RuntimeError with what one that failed has said."""
     options = {
         "--disk": args.disk,
         "--size": args.size,
@@ -252,9 +283,10 @@ def run_row(args: argparse.Namespace, row: str, precision: str) -> dict[str, Any
             for rank in range(args.ranks)
         ]
         said = [rank.communicate() for rank in ranks]
-    for rank, (_, err) in zip(ranks, said, strict=True):
-        if rank.returncode:
-            raise RuntimeError(f"row {row!r}: {err.strip()[-2000:]}")
+    failures = [err.strip()[-2000:] for rank, (_, err) in zip(ranks, said, strict=True) if rank.returncode]
+    if failures:  # what a rank says that only lost its peer comes last
+        first = min(failures, key=lambda text: "Connection closed by peer" in text)
+        raise RuntimeError(f"row {row!r}: {first}")
     return json.loads(said[0][0].strip().splitlines()[-1])
 
 
@@ -262,22 +294,60 @@ def combine(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of the table: medians over rounds. Raises ValueError where rounds trained differently."""
     if any(record["losses"] != records[0]["losses"] for record in records):
         raise ValueError("rounds of one row have different losses")
-    names = ("forward", "backward", "step", "peak", *_IO)
+    names = (*PHASES, "waited", "peak", "moves", "gone", "come", *_IO)
     found = {name: statistics.median(record[name] for record in records) for name in names}
-    return {**found, "total": sum(found[name] for name in names[:3]), "numel": records[0]["numel"]}
+    moved = found["read_bytes"] + found["write_bytes"]
+    losses, numel = records[0]["losses"], records[0]["numel"]
+    return {**found, "total": sum(found[name] for name in PHASES), "moved": moved, "numel": numel, "losses": losses}
 
 
 def table(rows: dict[str, dict[str, Any]], raw: float) -> list[str]:
     """Lines of text: seconds of each phase, peak of resident memory of a rank, bytes per parameter and their rate."""
-    head = f"{'row':<16}{'s/step':>8}{'forward':>9}{'backward':>9}{'step':>7}{'peak MB':>9}{'B/param':>9}{'MB/s':>8}"
+    head = f"{'row':<16}{'s/step':>8}{'forward':>9}{'backward':>9}{'step':>7}{'waits':>7}{'peak MB':>9}{'B/param':>9}"
+    head += f"{'MB/s':>8}"
     lines = [f"{head}{'of raw':>8}"]
     for name, row in rows.items():
-        moved = row["read_bytes"] + row["write_bytes"]
+        moved = row["moved"]
         # Debts are paid in forward here, and in the step phase by systems that step at once.
         rate = moved / (row["forward"] + row["step"])
         text = f"{name:<16}{row['total']:>8.2f}{row['forward']:>9.2f}{row['backward']:>9.2f}{row['step']:>7.2f}"
-        text += f"{row['peak'] / 1e6:>9.0f}{moved / row['numel']:>9.1f}"
+        text += f"{row['waited']:>7.2f}{row['peak'] / 1e6:>9.0f}{moved / row['numel']:>9.1f}"
         lines.append(text + (f"{rate / 1e6:>8.0f}{rate / raw:>8.0%}" if moved else ""))
+    return lines
+
+
+def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """What the rows say beside each other: equality, bytes and memory against the formulas, times against others."""
+    lines = []
+    none, ours = rows.get("none"), {name: row for name, row in rows.items() if "deepspeed" not in name}
+    if none is not None and len(ours) > 1:
+        same = all(row["losses"] == none["losses"] for row in ours.values())
+        lines.append(f"losses of {', '.join(ours)}: {'the same bits' if same else 'NOT THE SAME'}")
+    for name, row in rows.items():
+        base = rows.get("deepspeed none" if "deepspeed" in name else "none")
+        if base is None or row is base:
+            continue
+        text = f"{name}: {row['total'] / base['total']:.3f} x the step without offload"
+        if row["moves"]:
+            # Debts are paid in forward here: what that takes longer belongs to the step.
+            update = row["forward"] - base["forward"] + row["step"]
+            gone = base["peak"] - row["peak"] + row["come"]
+            text += (
+                f"; bytes {row['moved'] / row['moves'] - 1:+.1%} of formula; {gone / row['gone']:.2f} of the 12 "
+                f"bytes gone, buffers and copies aside; step and what forward takes longer {update:.2f} s"
+            )
+        lines.append(text)
+    pairs = [(rows.get("disk"), rows.get("deepspeed disk"))]
+    for mine, theirs in (pair for pair in pairs if all(pair)):
+        updates = [
+            row["forward"] - base["forward"] + row["step"]
+            for row, base in ((mine, rows.get("none", mine)), (theirs, rows.get("deepspeed none", theirs)))
+        ]
+        lines.append(
+            f"disk beside deepspeed disk: {mine['total'] / theirs['total']:.2f} x the step, "
+            f"{updates[0] / updates[1]:.2f} x the step phase with waits, {mine['moved'] / theirs['moved']:.2f} x the "
+            f"bytes, {mine['peak'] / theirs['peak']:.2f} x the peak"
+        )
     return lines
 
 
@@ -307,7 +377,7 @@ def main() -> None:
         records[precision] = {"raw": raw, "rows": found}
         report += ["", f"{precision}, {args.size}, stage {args.stage}, {args.ranks} ranks; raw, both ways at once: "]
         report[-1] += f"{rate / 1e6:.0f} MB/s; load average {os.getloadavg()[0]:.1f}"
-        report += table(combined, rate)
+        report += [*table(combined, rate), *verdicts(combined)]
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(records, indent=1))
     (args.output / "table.txt").write_text("\n".join(report) + "\n")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
@@ -133,13 +134,21 @@ class Zero(Session):
     """hf_zero at stage `stage`.
 
     `local` keeps gradients unreduced between the micro-batches of a window; `sent` has ranks send messages, as they do
-    between machines, where they would read each other's memory.
+    between machines, where they would read each other's memory; `compiled` has inductor compile each decoder layer.
     """
 
     note = ""
 
-    def __init__(self, model: nn.Module, case: Case, stage: int, local: bool = False, sent: bool = False) -> None:
-        self.stage, self.local, self.sent = stage, local, sent
+    def __init__(
+        self,
+        model: nn.Module,
+        case: Case,
+        stage: int,
+        local: bool = False,
+        sent: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.stage, self.local, self.sent, self.compiled = stage, local, sent, compiled
         super().__init__(model, case)
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -150,6 +159,10 @@ class Zero(Session):
             "peer_memory": not self.sent,
         }
         self.engine = hf_zero.shard(model, self.optimizer, settings)
+        if self.compiled:
+            torch.compiler.reset()  # of a layer that is compiled again and again, torch gives up after some rounds
+            for layer in model.model.layers:
+                layer.compile()
         return model
 
     def window(self, last: bool) -> AbstractContextManager:
@@ -188,14 +201,16 @@ class Fsdp2(Session):
         # The optimizer was made for the parameters as they were before.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIMIZER)
 
+    def mesh(self) -> DeviceMesh:
+        return dist.init_device_mesh(self.case.device, (dist.get_world_size(),))
+
     def prepare(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
         if self.case.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = dist.init_device_mesh(self.case.device, (dist.get_world_size(),))
-        settings = {"mesh": mesh, "mp_policy": policy}
+        settings = {"mesh": self.mesh(), "mp_policy": policy}
         decoder = model.model
         fully_shard(decoder.embed_tokens, **settings, reshard_after_forward=not self.keep)
         for layer in decoder.layers:
@@ -287,6 +302,7 @@ SYSTEMS: dict[str, tuple[type[Session], dict]] = {
     "zero3": (Zero, {"stage": 3}),
     "zero3-sent": (Zero, {"stage": 3, "sent": True}),
     "zero3-local": (Zero, {"stage": 3, "local": True}),
+    "zero3-compiled": (Zero, {"stage": 3, "compiled": True}),
     "fsdp2": (Fsdp2, {"keep": False, "local": False}),
     "fsdp2-keep": (Fsdp2, {"keep": True, "local": False}),
     "fsdp2-keep-local": (Fsdp2, {"keep": True, "local": True}),

@@ -1,4 +1,4 @@
-"""Code lines of the package by room, against their budget: `python -m benchmarks.code_lines [FOLDER]`.
+"""Code lines of the package by room: `python -m benchmarks.code_lines [FOLDER]` fails where a room is over its limit.
 
 A code line holds code: blank lines, comments and docstrings do not count.
 """
@@ -8,15 +8,38 @@ import io
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 
-# Rooms that share a budget; all that is named nowhere shares the last one.
-BUDGETS = {
-    ("core", "comm"): 2500,
+# What docs/design.md wants the rooms to be, together; all that is named nowhere shares the last goal.
+GOALS: dict[tuple[str, ...], int] = {
+    ("core", "comm"): 4000,
     ("integrations", "trl"): 1300,
     ("adopt", "deepspeed"): 300,
-    (): 5400,
+    (): 6800,
+}
+# What a room may be: its size at present, rounded up. A change that needs more takes it from another room and says so.
+LIMITS = {
+    "adopt": 125,
+    "checkpoint": 2155,  # 150 for parts of tensor-parallel ranks, saves by pieces below stage 3, reading ahead
+    "cli": 55,
+    "comm": 1685,  # 183 for DTensors and the elements that a part holds, exchanges between parts of sequences
+    "command_line": 25,
+    "config": 2465,  # 87 for tiles, tp_size, sp_size, cp_size, offload_step
+    "convert": 1075,
+    "core": 6600,  # 430 for tiles, 380 for tensor parallelism and sequences, 220 for streamed steps and failing disks
+    "deepspeed": 300,
+    "errors": 25,
+    "__init__": 50,
+    "integrations": 2670,  # 760 for tensor parallelism, Ulysses and context parallelism in Trainer and Accelerator
+    "launcher": 645,
+    "lazy_init": 350,
+    "planning": 2475,  # 350 for tiles, activations elsewhere, any optimizer, results that are remembered
+    "run": 25,
+    "tools": 990,  # 225 lines draw the page of a run, 225 measure a machine
+    "trl": 1,
+    "verify": 1705,
 }
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -41,21 +64,36 @@ def by_room(package: Path) -> Counter[str]:
     return counts
 
 
-def report(package: Path) -> str:
-    """A table of rooms and budgets."""
+def over_limit(counts: Mapping[str, int]) -> list[str]:
+    """One line for each room that has grown beyond its limit, or has none."""
+    return [
+        f"{room} has {count:,} code lines, its limit is {LIMITS.get(room, 0):,}: make it smaller, or take the lines "
+        f"from the limit of another room in {Path(__file__).name}, and say why"
+        for room, count in sorted(counts.items())
+        if count > LIMITS.get(room, 0)
+    ]
+
+
+def report(counts: Mapping[str, int]) -> list[str]:
+    """Rooms and their limits, by the goal that they share."""
+    named = {room for rooms in GOALS for room in rooms}
+    lines = []
+    for rooms, goal in GOALS.items():
+        found = [room for room in counts if (room in rooms if rooms else room not in named)]
+        found.sort(key=lambda room: -counts[room])
+        total = sum(counts[room] for room in found)
+        shown = ", ".join(f"{room} {counts[room]:,} of {LIMITS.get(room, 0):,}" for room in found)
+        lines.append(f"{total:>6,}, goal {goal:,}{' (over)' if total > goal else ''}: {shown}")
+    return lines
+
+
+def main(package: Path) -> int:
+    """The exit status: 1 where a room is over its limit."""
     counts = by_room(package)
-    named = {room for rooms in BUDGETS for room in rooms}
-    lines = [f"{package.name}: {sum(counts.values()):,} code lines"]
-    for rooms, budget in BUDGETS.items():
-        found = {room: counts[room] for room in rooms if counts[room]} if rooms else counts.copy()
-        if not rooms:
-            found = {room: count for room, count in counts.items() if room not in named}
-        shown = ", ".join(f"{room} {count:,}" for room, count in sorted(found.items(), key=lambda item: -item[1]))
-        total = sum(found.values())
-        if found:
-            lines.append(f"  {total:>6,} of {budget:,}{'  (over)' if total > budget else ''}: {shown}")
-    return "\n".join(lines)
+    faults = over_limit(counts)
+    print(f"{package.name}: {sum(counts.values()):,} code lines", *report(counts), *faults, sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    print(report(Path(sys.argv[1] if len(sys.argv) > 1 else "hf_zero")))
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "hf_zero")))

@@ -136,21 +136,25 @@ def report(rows: list[dict], options: Options, ranks: int, budget: int) -> str:
     return "\n".join([*lines, "", recommend(rows), ""])
 
 
-def draw(rows: list[dict], target: Path) -> None:
+def draw(rows: list[dict], title: str, target: Path) -> None:
+    """A chart for each figure, as no scale fits two of them, with the numbers on the bars."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: it needs matplotlib (pip install 'hf_zero[plot]')", file=sys.stderr)
         return
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    memory, speed = figure.subplots(1, 2)
-    stages = [str(row["stage"]) for row in rows]
-    memory.bar(stages, [row["peak_bytes"] / 1e6 for row in rows], label="peak")
-    memory.bar(stages, [row["state_bytes"] / 1e6 for row in rows], label="state")
-    memory.set(xlabel="stage", ylabel="MB per rank")
-    memory.legend()
-    speed.bar(stages, [row["tokens_per_second"] for row in rows])
-    speed.set(xlabel="stage", ylabel="tokens per second, all ranks")
+    charts = {
+        "state between steps, MB per rank": [row["state_bytes"] / 1e6 for row in rows],
+        "peak, MB per rank": [row["peak_bytes"] / 1e6 for row in rows],
+        "tokens per second, all ranks": [row["tokens_per_second"] for row in rows],
+        "largest micro-batch, rows": [row["micro_batch"] for row in rows],
+    }
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure.suptitle(title)
+    for axes, (what, heights) in zip(figure.subplots(2, 2).flat, charts.items(), strict=True):
+        axes.bar_label(axes.bar([str(row["stage"]) for row in rows], heights), fmt="{:,.4g}")
+        axes.set(title=what, xlabel="stage")
+        axes.margins(y=0.15)
     figure.savefig(target)
 
 
@@ -201,7 +205,7 @@ def main() -> None:
     text = report(rows, options, given.num_processes, budget)
     (given.output / "comparison.md").write_text(text)
     (given.output / "comparison.json").write_text(json.dumps(rows, indent=2))
-    draw(rows, given.output / "comparison.png")
+    draw(rows, f"{options.model} on {given.num_processes} ranks", given.output / "comparison.png")
     print(text)
 
 

@@ -1,6 +1,6 @@
 """Write docs/scaling.md: the classic ZeRO tables, and what the engine allocates and sends, counted on meta.
 
-python benchmarks/scaling_report.py docs/scaling.md
+python -m benchmarks.scaling_report docs/scaling.md
 """
 
 import sys
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import transformers
 
-from hf_zero.config import ZeroConfig
-from hf_zero.planning.formulas import (
+from benchmarks.zero_formulas import (
     NO_MASTER,
     PAPER,
     engine_state_bytes,
@@ -17,14 +16,16 @@ from hf_zero.planning.formulas import (
     sent_bytes,
     state_bytes,
 )
-from hf_zero.planning.homes import Home, Homes
+from hf_zero.config import ZeroConfig
+from hf_zero.core.placement import Place
 from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.places import Places
 from hf_zero.planning.trace import Scenario, trace
 
 
 HEAD = """# Scaling: the cost model and the counted bytes
 
-<!-- Written by `python benchmarks/scaling_report.py docs/scaling.md`; tests/arithmetic/test_scaling.py checks it. -->
+<!-- Written by `python -m benchmarks.scaling_report docs/scaling.md`; tests/arithmetic/test_scaling.py checks it. -->
 
 GB are 1e9 bytes of one rank. "Counted" is what the engine itself allocates and sends when it trains the model on
 torch's meta device as one rank of so many (tensors with shapes and no values, every storage counted); the same
@@ -66,10 +67,11 @@ after the backward pass.
 OFFLOAD = """
 ## Offload, by the formulas only
 
-This version does not offload; `hf-zero plan --offload` predicts what it would need for a model. Per rank in bf16:
-2 bytes per parameter of weights (divided by N at stage 3), 12 / N of optimizer state, and gradients of 4 / N in host
-memory, where the optimizer runs. Buffers, the units in use and activations come on top. The table shows the
-cases that offload is best known for. A node has 8 GPUs, or 1 in the first row.
+[Offload](offload.md) has not been run on a GPU yet; `hf-zero plan --offload` counts what it needs for a model, by
+running the engine without values. Per rank in bf16: 2 bytes per parameter of weights (divided by N at stage 3), 12 / N
+of optimizer state, and gradients of 4 / N in host memory, where the optimizer runs. Buffers, the units in use and
+activations come on top. The table shows the cases that offload is best known for. A node has 8 GPUs, or 1 in the first
+row.
 
 | parameters | GPUs | stage | optimizer in | weights in | GPU, GB | host of a node, GB | disk of a node, GB |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -141,17 +143,17 @@ def scaling() -> str:
 
 
 def offloaded() -> str:
-    host = Homes(optimizer=Home.HOST)
-    all_host = Homes(optimizer=Home.HOST, parameters=Home.HOST)
-    all_disk = Homes(optimizer=Home.DISK, parameters=Home.DISK)
+    host = Places(optimizer=Place.HOST)
+    all_host = Places(optimizer=Place.HOST, parameters=Place.HOST)
+    all_disk = Places(optimizer=Place.DISK, parameters=Place.DISK)
     cases = [(13, 1, 2, host), (70, 8, 3, host), (70, 8, 3, all_host), (1000, 16, 3, all_disk)]
-    names = {Home.DEVICE: "GPU", Home.HOST: "host", Home.DISK: "disk"}
+    names = {Place.DEVICE: "GPU", Place.HOST: "host", Place.DISK: "disk"}
     lines = []
-    for billions, ranks, stage, homes in cases:
-        held = offloaded_bytes(billions * 1e9, ranks, stage, homes)
-        cells = [held[Home.DEVICE], *(min(ranks, 8) * held[home] for home in (Home.HOST, Home.DISK))]
+    for billions, ranks, stage, places in cases:
+        held = offloaded_bytes(billions * 1e9, ranks, stage, places)
+        cells = [held[Place.DEVICE], *(min(ranks, 8) * held[home] for home in (Place.HOST, Place.DISK))]
         lines.append(
-            f"| {billions:,}B | {ranks} | {stage} | {names[homes.optimizer]} | {names[homes.parameters]} | "
+            f"| {billions:,}B | {ranks} | {stage} | {names[places.optimizer]} | {names[places.parameters]} | "
             + " | ".join(f"{cell / 1e9:,g}" for cell in cells)
             + " |\n"
         )

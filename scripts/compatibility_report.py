@@ -1,6 +1,6 @@
 """Runs other people's scripts, unmodified, under DDP and at stages 2 and 3, and writes docs/compatibility.md.
 
-    python -m scripts.compatibility_report docs/compatibility.md [--examples ACCELERATE/examples]
+    python -m scripts.compatibility_report docs/compatibility.md [--accelerate CHECKOUT] [--transformers CHECKOUT] ...
 
 The cases are those of `tests/support/compatibility.py`: 2 CPU ranks, tiny models and data that are made on the spot,
 no network. Only what stands between the two marks of the page is replaced. A script that fails, or that is not refused
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.compatibility import CASES, Case, Outcome, difference, example_cases, prepare, run_case
+from tests.support.checkouts import CASES_OF
+from tests.support.compatibility import CASES, Case, Outcome, difference, prepare, run_case
 
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -27,9 +28,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of the cases to run")
-    parser.add_argument("--examples", type=Path, help="the folder `examples` of an accelerate checkout, to run too")
+    for name in CASES_OF:
+        parser.add_argument(f"--{name}", type=Path, metavar="CHECKOUT", help=f"run the examples of {name}, too")
     args = parser.parse_args()
-    known = (*CASES, *(example_cases(args.examples) if args.examples else ()))
+    known = [*CASES]
+    for name, (folder, cases_in) in CASES_OF.items():
+        known += cases_in(getattr(args, name) / folder) if getattr(args, name) else []
     wanted = [case for case in known if not args.only or case.name.startswith(tuple(args.only))]
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -41,12 +45,9 @@ def main() -> int:
 
 
 def _row(case: Case, folder: Path, faults: list[str]) -> list[str]:
-    is_checkout = case.script.startswith("/")
-    origin = "this repository" if "/" in case.script else case.script.partition(".")[0]
-    if is_checkout:
-        origin = "accelerate, examples"
+    origin = case.origin or ("this repository" if "/" in case.script else case.script.partition(".")[0])
     variant = "" if case.name in case.script else f", {case.name.partition(', ')[2] or case.name}"
-    name = f"`{case.name if is_checkout else case.script}`{variant}"
+    name = f"`{case.name if case.origin else case.script}`{variant}"
     print(case.name, flush=True)
     if case.missing:
         return [name, origin, f"not run: needs {', '.join(case.missing)}", "", ""]

@@ -1,0 +1,262 @@
+"""Compares predicted step times with measured ones: of this machine's CPU ranks, and published ones of GPUs.
+
+    python benchmarks/benchmark_timeline.py here --output outputs/timeline
+    python benchmarks/benchmark_timeline.py links --output outputs/timeline
+    python benchmarks/benchmark_timeline.py published --output outputs/timeline
+    python benchmarks/benchmark_timeline.py schedules
+
+`here` calibrates this machine once, trains with benchmarks/benchmark.py, and predicts the same steps.
+`links` does the same for two nodes with a slow link between them (benchmarks/benchmark_link.py, which needs root).
+`schedules` predicts what changes of the schedule would do on 8 to 1,024 GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import benchmark_link
+import yaml
+from benchmark_systems import build_model
+from rich.console import Console
+from torch import nn
+from transformers import AutoConfig
+
+from hf_zero.config import ZeroConfig
+from hf_zero.planning.costs import Machine, read_machine
+from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.plan import Request
+from hf_zero.planning.step_time import Pace, Way, time_step
+from hf_zero.tools.calibrate import calibrate
+
+
+HERE = Path(__file__).parent
+# Systems of benchmark.py, with the stage and the way of moving that they stand for.
+SYSTEMS = {
+    "zero1": (1, True),
+    "zero2": (2, True),
+    "zero2-sent": (2, False),
+    "zero3": (3, True),
+    "zero3-sent": (3, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Seconds of a step, or tokens per second: what was measured, and what was predicted."""
+
+    what: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def predict(model: nn.Module, machine: Machine, config: ZeroConfig, backend: str, work: dict) -> Pace:
+    """The pace of one way to train: gpus, nodes, rows, length, and perhaps accumulation and checkpointing."""
+    request = Request(
+        name="",
+        config=config,
+        gpus=work["gpus"],
+        nodes=work["nodes"],
+        gpu_memory=int(machine.memory),
+        batch=BatchShape(rows=work["rows"], length=work["length"]),
+        accumulation=work.get("accumulation", 1),
+        optimizer="adamw",
+        backend=backend,
+    )
+    way = Way(
+        config=config,
+        checkpointing=work.get("checkpointing", False),
+        rows=work["rows"],
+        accumulation=request.accumulation,
+    )
+    return time_step(model, request, way, machine)
+
+
+# -- published --------------------------------------------------------------------------------------------------------
+
+
+def published(args: argparse.Namespace) -> Iterator[Compared]:
+    """Tokens per second and GPU of other systems, against ours on the same machines by the cost model."""
+    data = yaml.safe_load((HERE / "published.yaml").read_text())
+    models = {name: _model(**about) for name, about in data["models"].items()}
+    for run in data["runs"]:
+        like = dict(data["machines"].get(run["machine"], {"like": run["machine"]}))
+        machine = replace(read_machine(like.pop("like")), **like)
+        nodes, gpus = max(1, run["gpus"] // machine.ranks_per_node), min(run["gpus"], machine.ranks_per_node)
+        config = ZeroConfig(zero_stage=run["stage"], mixed_precision="bf16")
+        pace = predict(models[run["model"]], machine, config, "nccl", {**run, "nodes": nodes, "gpus": gpus})
+        what = f"{run['source']}: {run['model']}, {run['gpus']} {run['machine']}, stage {run['stage']}"
+        what += ", checkpointing" if run.get("checkpointing") else ""
+        what += " (fitted)" if run.get("fitted") else ""
+        yield Compared(what=what, measured=run["tokens"], predicted=pace.tokens_per_second)
+
+
+def _model(type: str, **about: object) -> nn.Module:
+    if type == "gpt2":
+        about |= {"activation_function": "gelu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return build(AutoConfig.for_model(type, n_positions=8192, **about))
+    return build(AutoConfig.for_model(type, max_position_embeddings=8192, **about))
+
+
+# -- here -------------------------------------------------------------------------------------------------------------
+
+
+def here(args: argparse.Namespace) -> Iterator[Compared]:
+    """Seconds of a step on CPU ranks of this machine."""
+    calibrated = args.output / "machine.yaml"
+    if not calibrated.exists():
+        calibrated.write_text(calibrate(min(args.ranks)))
+    for size, ranks, precision, accumulation in itertools.product(
+        args.sizes, args.ranks, args.precision, args.accumulation
+    ):
+        measured = _train(args, size, ranks, precision, accumulation)
+        for system, seconds in measured.items():
+            yield _predicted(calibrated, system, size, ranks, precision, accumulation, seconds)
+
+
+def _train(args: argparse.Namespace, size: str, ranks: int, precision: str, accumulation: int) -> dict[str, float]:
+    """Median seconds of a step, by system; all systems in turn, round after round."""
+    folder = args.output / f"{size}-{ranks}-{precision}-{accumulation}"
+    if not (folder / "results.json").exists():
+        words = {"size": size, "ranks": ranks, "precision": precision, "accumulation": accumulation}
+        words |= {"rounds": args.rounds, "steps": args.steps, "output": folder}
+        command = [sys.executable, str(HERE / "benchmark.py"), "--systems", *args.systems]
+        subprocess.run([*command, *(f"--{key}={value}" for key, value in words.items())], check=True)
+    records = json.loads((folder / "results.json").read_text())["records"]
+    by_system = {}
+    for record in records:
+        by_system.setdefault(record["case"]["system"], []).append(record["wall"]["step"])
+    return {system: statistics.median(seconds) for system, seconds in by_system.items()}
+
+
+def _predicted(
+    calibrated: Path, system: str, size: str, ranks: int, precision: str, accumulation: int, seconds: float
+) -> Compared:
+    stage, reads = SYSTEMS[system]
+    config = ZeroConfig(zero_stage=stage, mixed_precision="bf16" if precision == "bf16" else "no", peer_memory=reads)
+    work = {"gpus": ranks, "nodes": 1, "rows": 1, "length": 128, "accumulation": accumulation}
+    pace = predict(build_model(size).to("meta"), read_machine(str(calibrated)), config, "gloo", work)
+    what = f"{size}, {ranks} ranks, {precision}, {accumulation} micro-batch(es), {system}"
+    return Compared(what=what, measured=seconds, predicted=pace.timeline.seconds)
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+RATES = (100, 20)  # MB/s from node to node
+_ON_LINKS = ("hf_zero, stage 3", "hf_zero, nodes keep weights")
+
+
+def links(args: argparse.Namespace) -> Iterator[Compared]:
+    """Seconds of a step of 2 x 2 CPU ranks of this machine, whose nodes are linked slowly."""
+    of_node, size, work = benchmark_link.RANKS_OF_A_NODE, args.sizes[0], {"rows": 1, "length": 32, "accumulation": 8}
+    calibrated = args.output / "machine-of-4.yaml"
+    if not calibrated.exists():
+        calibrated.write_text(calibrate(2 * of_node))
+    for rate in RATES:
+        rows = args.output / f"link-{rate}.json"
+        if not rows.exists():
+            command = [sys.executable, str(HERE / "benchmark_link.py"), "--size", size, "--rate", str(rate)]
+            subprocess.run([*command, "--rows", *_ON_LINKS, "--output", str(rows)], check=True)
+        # The ranks of a node share the link, and every core is shared as it was when the machine was measured.
+        machine = read_machine(str(calibrated))
+        machine = replace(machine, ranks_per_node=of_node, net_rate=rate * 1e6 / of_node)
+        for row in json.loads(rows.read_text()):
+            settings = benchmark_link.ROWS[row["row"]]
+            config = ZeroConfig(zero_stage=3, mixed_precision="bf16", node_size=of_node, **settings)
+            pace = predict(
+                build_model(size).to("meta"), machine, config, "gloo", {**work, "nodes": 2, "gpus": of_node}
+            )
+            what = f"{size}, 2 x {of_node} ranks, {rate} MB/s, {row['row'].removeprefix('hf_zero, ')}"
+            yield Compared(what=what, measured=row["seconds"], predicted=pace.timeline.seconds)
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+# What is changed of the schedule, and the settings that do it.
+SCHEDULES = {
+    "as it is": {},
+    "nothing gathered ahead": {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
+    "weights kept from forward to backward": {
+        "stage3_max_live_parameters": 10**12,
+        "stage3_max_reuse_distance": 10**12,
+    },
+    "reductions in 16 bit": {"communication_data_type": "bf16"},
+}
+
+
+def schedules() -> str:
+    """Step times of Llama-8B at stage 3 on H100s with other schedules: a table in Markdown."""
+    machine = read_machine("h100")
+    model = _model(**yaml.safe_load((HERE / "published.yaml").read_text())["models"]["llama-8b"])
+    lines = ["| GPUs | schedule | step, s | waits for gathers, ms | waits for reductions, ms |", "| --- " * 5 + "|"]
+    for gpus, (name, settings) in itertools.product((8, 64, 1024), SCHEDULES.items()):
+        config = ZeroConfig(zero_stage=3, mixed_precision="bf16", **settings)
+        work = {"gpus": 8, "nodes": gpus // 8, "rows": 1, "length": 4096}
+        timeline = predict(model, machine, config, "nccl", work).timeline
+        waits = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
+        for (kind, _), seconds in timeline.exposed.items():
+            if kind in waits:
+                waits[kind] += 1e3 * seconds
+        cells = [str(gpus), name, f"{timeline.seconds:.3f}", *(f"{wait:.1f}" for wait in waits.values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def kendall(pairs: Iterable[tuple[float, float]]) -> float:
+    """Kendall's tau: pairs in the same order less pairs in opposite orders, over all pairs (M. Kendall, 1938)."""
+    signs = [
+        ((one[0] > other[0]) - (one[0] < other[0])) * ((one[1] > other[1]) - (one[1] < other[1]))
+        for one, other in itertools.combinations(list(pairs), 2)
+    ]
+    return sum(signs) / len(signs)
+
+
+def show(found: list[Compared], unit: str) -> str:
+    """A table in Markdown, and what it says as a whole."""
+    lines = [f"| what | measured, {unit} | predicted, {unit} | error |", "| --- | --- | --- | --- |"]
+    lines += [f"| {one.what} | {one.measured:.4g} | {one.predicted:.4g} | {one.error:+.0%} |" for one in found]
+    free = [one for one in found if not one.what.endswith("(fitted)")]
+    errors = [abs(one.error) for one in free]
+    tau = kendall((one.measured, one.predicted) for one in free)
+    lines += ["", f"Median error {statistics.median(errors):.0%}, worst {max(errors):.0%}, Kendall's tau {tau:.2f}."]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("against", choices=("here", "links", "published", "schedules"))
+    parser.add_argument("--sizes", nargs="+", default=["33m", "125m"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("outputs/timeline"))
+    args = parser.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.against == "schedules":
+        Console(width=200).print(schedules(), markup=False)
+        return
+    found = list({"here": here, "links": links, "published": published}[args.against](args))
+    text = show(found, "tokens/s/GPU" if args.against == "published" else "s")
+    (args.output / f"{args.against}.md").write_text(text + "\n")
+    Console(width=200).print(text, markup=False)
+
+
+if __name__ == "__main__":
+    main()
