@@ -25,7 +25,7 @@ LIMITS = {
     "checkpoint": 2155,  # 150 for parts of tensor-parallel ranks, saves by pieces below stage 3, reading ahead
     "cli": 55,
     "comm": 1685,  # 183 for DTensors and the elements that a part holds, exchanges between parts of sequences
-    "command_line": 25,
+    "command_line": 30,
     "config": 2465,  # 87 for tiles, tp_size, sp_size, cp_size, offload_step
     "convert": 1075,
     "core": 6600,  # 430 for tiles, 380 for tensor parallelism and sequences, 220 for streamed steps and failing disks

@@ -1,8 +1,14 @@
-"""The parser of our commands: every option may be spelled with dashes or with underscores."""
+"""What our commands share: a parser that takes options with dashes or underscores, and a console for tables."""
+
+from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -28,6 +34,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def wide_console(width: int) -> Console:
+    """For tables on stdout. A pipe has no width: `width` columns keep every row of such a table on one line."""
+    from rich.console import Console  # rich takes longer to import than most commands to answer
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def _with_dashes(word: str) -> str:

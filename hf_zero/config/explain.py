@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.command_line import CommandParser
+from hf_zero.command_line import CommandParser, wide_console
 from hf_zero.config import values
 from hf_zero.config.arguments import pairs, read_arguments, unknown_arguments
 from hf_zero.config.consistency import Claim, check_consistency, config_claims, resolve_auto
@@ -152,11 +152,7 @@ def _print_json(config: ZeroConfig, shared: list[dict[str, str]]) -> None:
 
 
 def _print_table(config: ZeroConfig, everything: bool, shared: list[dict[str, str]]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width: keep every row on one line
-        console = Console(highlight=False, width=1000)
+    console = wide_console(1000)
     print_table(config, everything, console)
     if shared:
         from rich.table import Table

@@ -82,16 +82,28 @@ def connect(
         return _connect_beside_tensors(ranks, model, config, group, device)
     topology = arrange(config, size, rank, machines)
     quantised = quantised_kinds(config, topology)
-    world = Communicator.connect(
+    world = _join(model, config, group, device, together=topology.machine == topology.size)
+    _check_exchange(topology, world)
+    return Mesh(world, topology, quantised, frozen_codec(config))
+
+
+def _join(
+    model: nn.Module,
+    config: ZeroConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    *,
+    together: bool,
+) -> Communicator:
+    """The communicator of all ranks of `group`, which run on one machine or not (`together`); a collective."""
+    return Communicator.connect(
         group,
         device=next(model.parameters()).device if device is None else torch.device(device),
         deterministic=config.deterministic_reduce,
         hang_timeout_s=config.hang_timeout_s,
         peer_memory=config.peer_memory,
-        together=topology.machine == topology.size,
+        together=together,
     )
-    _check_exchange(topology, world)
-    return Mesh(world, topology, quantised, frozen_codec(config))
 
 
 def _connect_beside_tensors(
@@ -102,14 +114,8 @@ def _connect_beside_tensors(
     device: torch.device | None,
 ) -> Mesh:
     """The same where `ranks` share out the computation: data-parallel ranks are those with one place among them."""
-    everyone = Communicator.connect(
-        group,
-        device=next(model.parameters()).device if device is None else torch.device(device),
-        deterministic=config.deterministic_reduce,
-        hang_timeout_s=config.hang_timeout_s,
-        peer_memory=config.peer_memory,
-        together=False,  # they move nothing but what all have to agree on
-    )
+    # They move nothing but what all have to agree on: by messages.
+    everyone = _join(model, config, group, device, together=False)
     size, rank, machines = place_in(group)
     width = len(ranks)
     first = rank - rank % width

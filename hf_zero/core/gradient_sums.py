@@ -61,8 +61,7 @@ class GradientSums:
 
     def discard(self, indices: Iterable[int]) -> None:
         """Forget the sums of some parameters."""
-        if self._waiting:
-            self.bring()
+        self.bring()
         for index in indices:
             self._sums.pop(index, None)
 
@@ -94,9 +93,11 @@ class GradientSums:
         return self._sums[index]
 
     def bring(self) -> None:
-        """Copy or add what waits to its place in the flat tensor."""
+        """Copy or add what waits, if anything does, to its place in the flat tensor."""
         waiting, sums = self._waiting, self._sums
-        if waiting and self._flat is None:
+        if not waiting:
+            return
+        if self._flat is None:
             self._flat = torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device)
             pieces = self._flat.split_with_sizes(self._cuts)
             self._rooms = pieces[::2]
@@ -117,8 +118,7 @@ class GradientSums:
 
     def parts(self) -> list[Tensor]:
         """Everything collected, end to end as the parameters are laid out, with zeros for what is missing."""
-        if self._waiting:
-            self.bring()
+        self.bring()
         layout = self._layout
         if self._flat is not None:
             if len(self._sums) < len(self._rooms):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.command_line import wide_console
 from hf_zero.core.placement import Place
 from hf_zero.planning.compare import Comparison
 from hf_zero.planning.model import PlanError
@@ -31,6 +31,8 @@ COLUMNS = {
     "logits": ("logits",),
 }
 
+TABLE_WIDTH = 200
+
 PLACES = {Place.DEVICE: "GPU", Place.HOST: "host memory", Place.DISK: "disk"}
 
 
@@ -44,13 +46,8 @@ def _optimizer(request: Request) -> str:
     return request.optimizer + (" (each matrix owned by one rank)" if kept_by(request.optimizer).whole else "")
 
 
-def wide_console() -> Console:
-    """For tables on stdout; a pipe has no width, there every row stays on one line."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-
-
 def print_table(plan: Plan) -> None:
-    console = wide_console()
+    console = wide_console(TABLE_WIDTH)
     request = plan.request
     precision = request.config.mixed_precision
     console.print(

@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.command_line import wide_console
 from hf_zero.planning.costs import Machine
 from hf_zero.planning.model import PlanError
 from hf_zero.planning.plan import Request
-from hf_zero.planning.report import accelerate_yaml, wide_console
+from hf_zero.planning.report import TABLE_WIDTH, accelerate_yaml
 from hf_zero.planning.step_time import GPU_HOURS_PER_FAILURE, Pace, Run
 from hf_zero.planning.units import size
 
@@ -22,7 +23,7 @@ _WORST = 3  # so many collectives are named that the step waits for most
 
 def print_paces(paces: list[Pace], request: Request, machine: Machine) -> None:
     """A table with a row for each way, and what the best one waits for."""
-    console = wide_console()
+    console = wide_console(TABLE_WIDTH)
     console.print(
         f"{request.name} on {request.nodes} x {request.gpus} ranks of {machine.name}, {request.batch.length} tokens "
         "per row",

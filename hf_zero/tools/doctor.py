@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
-from hf_zero.command_line import CommandParser
+from hf_zero.command_line import CommandParser, wide_console
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.tools.requirements import requirements
@@ -291,4 +290,4 @@ def _print(findings: list[Finding]) -> None:
     styles = {"ok": "green", "note": "yellow", "fail": "bold red"}
     for finding in findings:
         table.add_row(f"[{styles[finding.level]}]{finding.level}[/]", finding.what, finding.text)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    wide_console(160).print(table)
