@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +31,23 @@ def global_ranks(group: dist.ProcessGroup | None, numbers: Iterable[int]) -> tup
 def named_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """torch's mesh of all ranks, by the names of its dimensions; neighbours differ in the last one. A collective."""
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@contextlib.contextmanager
+def imagined_mesh(size: int) -> Iterator[DeviceMesh]:
+    """Rank 0 of a mesh "tp" of `size` ranks that do not exist, whose collectives change nothing: for the planner.
+
+    Raises ValueError in a process that is a rank already: torch has one default group.
+    """
+    if dist.is_initialized():
+        raise ValueError("this process is one of several ranks already, and imagines no others")
+    hook = sys.excepthook  # torch puts one in its place that names ranks
+    dist.init_process_group("fake", rank=0, world_size=size)
+    sys.excepthook = hook
+    try:
+        yield named_mesh("cpu", {"tp": size})
+    finally:
+        dist.destroy_process_group()
 
 
 def join(backend: str, store: Path, rank: int, world_size: int) -> None:

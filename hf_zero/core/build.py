@@ -72,14 +72,10 @@ def connect(
     model: nn.Module, config: ZeroConfig, group: dist.ProcessGroup | Communicator | None, device: torch.device | None
 ) -> Mesh:
     """The communicators of the ranks of `group`, arranged as the configuration says; a collective."""
-    if isinstance(group, Communicator):
-        topology = arrange(config, group.world_size, group.rank)
-        _check_exchange(topology, group)
-        return Mesh(group, topology, quantised_kinds(config, topology), frozen_codec(config))
-    size, rank, machines = place_in(group)
     ranks = dtensors.ranks_of(model)
     if ranks is not None:
         return _connect_beside_tensors(ranks, model, config, group, device)
+    size, rank, machines = _place_in(group)
     topology = arrange(config, size, rank, machines)
     quantised = quantised_kinds(config, topology)
     world = _join(model, config, group, device, together=topology.machine == topology.size)
@@ -87,15 +83,23 @@ def connect(
     return Mesh(world, topology, quantised, frozen_codec(config))
 
 
+def _place_in(group: dist.ProcessGroup | Communicator | None) -> tuple[int, int, set[int]]:
+    if isinstance(group, Communicator):
+        return group.world_size, group.rank, set()
+    return place_in(group)
+
+
 def _join(
     model: nn.Module,
     config: ZeroConfig,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | Communicator | None,
     device: torch.device | None,
     *,
     together: bool,
 ) -> Communicator:
     """The communicator of all ranks of `group`, which run on one machine or not (`together`); a collective."""
+    if isinstance(group, Communicator):
+        return group
     return Communicator.connect(
         group,
         device=next(model.parameters()).device if device is None else torch.device(device),
@@ -110,16 +114,17 @@ def _connect_beside_tensors(
     ranks: Sequence[int],
     model: nn.Module,
     config: ZeroConfig,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | Communicator | None,
     device: torch.device | None,
 ) -> Mesh:
     """The same where `ranks` share out the computation: data-parallel ranks are those with one place among them."""
     # They move nothing but what all have to agree on: by messages.
     everyone = _join(model, config, group, device, together=False)
-    size, rank, machines = place_in(group)
+    size, rank, machines = _place_in(group)
     width = len(ranks)
     first = rank - rank % width
-    expected = global_ranks(group, range(first, first + width))
+    numbers = range(first, first + width)
+    expected = tuple(numbers) if isinstance(group, Communicator) else global_ranks(group, numbers)
     if any(everyone.all_gather_object(size % width != 0 or tuple(ranks) != expected)):
         raise ValueError(
             f"tensor parallelism over ranks {list(ranks)} and data parallelism over {size // width} of such groups do "

@@ -16,8 +16,8 @@ from hf_zero.comm.process_groups import named_mesh
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ZeroConfigError, ZeroLaunchError
 from hf_zero.integrations.plain_checkpoints import LoopEngine
-from hf_zero.integrations.tensor_parallel import follow, share_out_once
 from hf_zero.launcher.environment import lone_process
+from hf_zero.parallel.tensor_parallel import follow, share_out_once
 
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.sequence import SequenceGroup
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.sequence_batches import CuttingCollator, cut
-from hf_zero.integrations.ulysses import Ulysses
+from hf_zero.parallel.sequence_batches import CuttingCollator, cut
+from hf_zero.parallel.ulysses import Ulysses
 
 
 if TYPE_CHECKING:

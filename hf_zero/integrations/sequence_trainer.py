@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.ulysses import with_value
+from hf_zero.parallel.ulysses import with_value
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from hf_zero.integrations.tensor_parallel import follow, share_out_once
+from hf_zero.parallel.tensor_parallel import follow, share_out_once
 
 
 if TYPE_CHECKING:

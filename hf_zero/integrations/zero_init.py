@@ -25,8 +25,8 @@ from hf_zero.comm import dtensors
 from hf_zero.core import deferred
 from hf_zero.errors import ZeroCheckpointError, ZeroConfigError, first_few
 from hf_zero.integrations.accelerate import ZeroPlugin
-from hf_zero.integrations.releases import load_into
 from hf_zero.lazy_init.recorder import Recorder
+from hf_zero.releases import load_into
 
 
 # Set while a `zero_init` is open: the patterns of weights that files may lack.

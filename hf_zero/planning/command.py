@@ -136,6 +136,7 @@ def _make_plan(options: argparse.Namespace, checked: dict[str, Any], tell: Tell)
 
 
 def _request(options: argparse.Namespace, checked: dict[str, Any], tell: Tell) -> tuple[Request, nn.Module]:
+    _check_shares(checked["config"], checked["gpus"], checked["nodes"])
     from hf_zero.planning import model as models
     from hf_zero.planning import plan as plans
 
@@ -172,21 +173,27 @@ def _configuration(options: argparse.Namespace) -> tuple[ZeroConfig, int]:
     config, ranks = ZeroConfig(mixed_precision="bf16"), 8
     if options.config:
         config = ZeroConfig.from_any(options.config)
-        if config.tp_size > 1:
-            raise ZeroError(
-                f"tp_size is {config.tp_size} ({config.where('tp_size')}): the plan knows no tensor parallelism "
-                "yet. Set it to 1 for a plan; with it a rank keeps less of what is on every rank, and computes less"
-            )
-        for name in ("sp_size", "cp_size"):
-            if (size := getattr(config, name)) > 1:
-                raise ZeroError(
-                    f"{name} is {size} ({config.where(name)}): the plan knows no ranks that share sequences yet. Set "
-                    f"it to 1 and plan with --seq-len divided by {size}: activations are about those of the parts"
-                )
         ranks = values.to_int(load_document(options.config).data.get("num_processes", ranks))
-    if options.dtype:
-        config = config.replace(mixed_precision=_DTYPES[options.dtype])
+    settings: dict[str, object] = {"mixed_precision": _DTYPES[options.dtype]} if options.dtype else {}
+    settings |= {f"{name}_size": size for name in ("tp", "sp") if (size := getattr(options, name)) is not None}
+    config = config.replace(**settings)
+    if config.cp_size > 1:
+        raise ZeroError(
+            f"cp_size is {config.cp_size} ({config.where('cp_size')}): torch's ring attention does not run without a "
+            f"device, so it is not planned. Plan with --sp {config.cp_size} and cp_size 1: a rank keeps as much there"
+        )
     return config, ranks
+
+
+def _check_shares(config: ZeroConfig, gpus: int, nodes: int) -> None:
+    """Raise ZeroError where the ranks of a node or of all nodes cannot share micro-batches so."""
+    if gpus % config.tp_size:
+        raise ZeroError(
+            f"tp_size is {config.tp_size}, and a node has {gpus} rank(s): the ranks that share layers belong inside "
+            f"one node, so let it divide {gpus}"
+        )
+    if gpus * nodes % config.sp_size:
+        raise ZeroError(f"sp_size is {config.sp_size}, which does not divide the {gpus * nodes} ranks")
 
 
 def _memory(options: argparse.Namespace, ranks: int) -> int:
@@ -260,6 +267,12 @@ def _parser() -> CommandParser:
         default="adamw",
         help=f"{', '.join(_OPTIMIZERS)} (default: adamw), or the class of another as package.module:Class, which is "
         "tried",
+    )
+    training.add_argument(
+        "--tp", type=positive, metavar="N", help="ranks that share layers (default: tp_size of --config, else 1)"
+    )
+    training.add_argument(
+        "--sp", type=positive, metavar="N", help="ranks that share sequences (default: sp_size of --config, else 1)"
     )
     training.add_argument("--lora", type=positive, metavar="RANK", help="train LoRA adapters of this rank only")
     training.add_argument("--lora-targets", nargs="+", default=[], metavar="NAME", help="(default: peft's choice)")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.core.binding import Binding
 from hf_zero.core.engine import engine_of
-from hf_zero.planning.model import BatchShape, skeleton
+from hf_zero.planning.model import BatchShape, PlanError, skeleton
 from hf_zero.planning.optimizers import Kept, tried
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import memory_report
@@ -59,8 +59,10 @@ def compare(model: nn.Module, inputs: dict[str, Any], *, measured_peak: int, acc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23
         checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
+    if engine.config.tp_size > 1:
+        raise PlanError("a rank of tensor parallelism is not planned for while it trains: see `hf-zero plan --tp`")
     scenario = Scenario(
-        config=engine.config,
+        config=engine.config.replace(sp_size=1, cp_size=1),  # these inputs are a part already
         world_size=engine.comm.world_size,
         batch=BatchShape(rows=0, length=0),
         checkpointing=checkpointing,

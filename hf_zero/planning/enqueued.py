@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_zero.comm.transport import Take, Transport
 from hf_zero.comm.work import Handle, Landing, Tag
+from hf_zero.planning.remembered import is_composed, is_trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ _WITHOUT_MEMORY = {
     *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"),
     *("detach", "resize_", "_unsafe_view"),
 }
+COLLECTIVES = ("_c10d_functional", "c10d")  # whose operations are moves
 # Operations that read as much of a tensor as they write.
 _PICKING = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
 
@@ -123,6 +125,10 @@ class _Operations(TorchDispatchMode):
         self._events = events
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_composed(types):
+            return NotImplemented
+        if is_trial(types):
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense":
@@ -140,7 +146,7 @@ class _Operations(TorchDispatchMode):
 @functools.cache
 def _touches_memory(func: torch._ops.OpOverload) -> bool:
     views = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-    return not views and func.overloadpacket.__name__ not in _WITHOUT_MEMORY
+    return not views and func.namespace not in COLLECTIVES and func.overloadpacket.__name__ not in _WITHOUT_MEMORY
 
 
 def _operation(func: torch._ops.OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> Operation | None:
@@ -247,6 +253,11 @@ class Noting(Transport):
     def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
         move = self._begin("exchange", tag, numel * parts[0].itemsize, "reductions")
         return self._noted(self._inner.exchange(parts, numel, tag, take), move)
+
+    def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
+        nbytes = max(tensor.nbytes for tensor in (*outgoing, *incoming))  # unequal ones wait for the longest
+        move = self._begin("exchange", tag, nbytes, "exchanges")
+        return self._noted(self._inner.hand_over(outgoing, incoming, tag), move)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return self._inner.sums(dtype)

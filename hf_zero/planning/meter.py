@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.planning.remembered import Remembered
+from hf_zero.planning.remembered import Remembered, is_composed, is_trial
 
 
 ACTIVATIONS = "activations"
@@ -96,6 +96,10 @@ class StorageMeter(TorchDispatchMode):
         return False  # nothing is compiled in here, and saying so at each operation costs more than the operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_composed(types):
+            return NotImplemented
+        if is_trial(types):
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return True  # "are all of these ones (a mask without padding)?" is what models ask of values
         if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "meta":

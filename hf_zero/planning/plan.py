@@ -14,6 +14,7 @@ from hf_zero.planning.model import BatchShape
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.places import ON_DEVICE, Places, offloaded_places
 from hf_zero.planning.progress import Tell, silent
+from hf_zero.planning.sharing import ranks_of_a_batch
 from hf_zero.planning.spread import ALL_RANKS, Spread, spreads
 from hf_zero.planning.trace import OPTIMIZER_CATEGORIES, Footprint, Scenario, trace
 from hf_zero.planning.units import size
@@ -50,6 +51,16 @@ class Request:
     @property
     def world_size(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that state is shared out over: all that hold the same part of each layer."""
+        return self.world_size // self.config.tp_size
+
+    @property
+    def batches(self) -> int:
+        """Different micro-batches at a time."""
+        return self.world_size // ranks_of_a_batch(self.config)
 
     @property
     def rank(self) -> str:
@@ -212,15 +223,16 @@ def _row(
 
 def _spread_out(request: Request) -> list[tuple[int, Spread]]:
     """The stages, each with the ranks that it may share its state out over."""
-    stages = (0, 1, 2, 3) if request.world_size > 1 else (0,)
+    stages = (0, 1, 2, 3) if request.data_ranks > 1 else (0,)
     if not request.link:
         return [(stage, ALL_RANKS) for stage in stages]
-    return [(stage, s) for stage in stages for s in spreads(stage, request.nodes, request.gpus, request.accumulation)]
+    gpus = request.gpus // request.config.tp_size
+    return [(stage, s) for stage in stages for s in spreads(stage, request.nodes, gpus, request.accumulation)]
 
 
 def _elsewhere(request: Request) -> list[tuple[int, Spread, Places]]:
     """Stages with their state in other places; of one rank, which shards nothing, all but 2 and 3 are the same."""
-    ranks, disk = request.world_size, request.offload or request.nvme is not None
+    ranks, disk = request.data_ranks, request.offload or request.nvme is not None
     stages = (1, 2, 3) if ranks > 1 else (2, 3)
     return [(stage, ALL_RANKS, places) for stage in stages for places in offloaded_places(stage, ranks, disk)]
 
@@ -231,7 +243,7 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
     Recomputing activations costs about a third of the computation at every stage, a higher stage costs communication;
     stage 1 sends no more than stage 0 and keeps less, so stage 0 is for one process.
     """
-    useful = [row for row in rows if row.stage > 0 or request.world_size == 1]
+    useful = [row for row in rows if row.stage > 0 or request.data_ranks == 1]
     fitting = [row for row in useful if row.fits]
     if not fitting:
         least = min(useful, key=lambda row: row.footprint.peak_bytes)
@@ -241,8 +253,9 @@ def recommend(rows: list[Row], request: Request) -> tuple[Row | None, str]:
     best = fitting[0]
     same = [r for r in fitting if r.checkpointing == best.checkpointing and r.stage > best.stage]
     reason = f"peak {size(best.footprint.peak_bytes)} of {size(request.gpu_memory)}"
-    if request.world_size == 1:
-        reason += "; one process, so there is nothing to shard"
+    if request.data_ranks == 1:
+        one = "one process" if request.world_size == 1 else "all ranks share its layers"
+        reason += f"; {one}, so there is nothing to shard"
     elif same and same[-1].footprint.sent_bytes > best.footprint.sent_bytes:
         more = same[-1].footprint.sent_bytes / best.footprint.sent_bytes
         reason += f"; the lowest stage that fits, and stage {same[-1].stage} would send {more:.1f} times as much"

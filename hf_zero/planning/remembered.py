@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 _META = torch.device("meta")
@@ -20,6 +21,19 @@ _MOST = 1 << 16  # calls that are remembered
 
 # (shape, stride, dtype) of a new tensor; a number says which argument the result is; None where there is none.
 _Result = tuple[torch.Size, tuple[int, ...], torch.dtype] | int | None
+
+
+def is_composed(types: Iterable[type]) -> bool:
+    """Whether an operation has tensors made of others (DTensors), whose classes make operations on these of it.
+
+    What runs are these, which a mode sees if it leaves the first to the classes (NotImplemented).
+    """
+    return any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types) and not is_trial(types)
+
+
+def is_trial(types: Iterable[type]) -> bool:
+    """Whether an operation finds out the shape of a DTensor's result, on stand-ins of whole tensors: nothing runs."""
+    return FakeTensor in types
 
 
 class _Unknown(Exception):

@@ -32,6 +32,8 @@ COLUMNS = {
 }
 
 TABLE_WIDTH = 200
+# What a rank sends for micro-batches that several ranks share, and the name of its column.
+SHARED = {"tensor parallelism": "of it for layers", "sequences": "of it for sequences"}
 
 PLACES = {Place.DEVICE: "GPU", Place.HOST: "host memory", Place.DISK: "disk"}
 
@@ -46,6 +48,13 @@ def _optimizer(request: Request) -> str:
     return request.optimizer + (" (each matrix owned by one rank)" if kept_by(request.optimizer).whole else "")
 
 
+def shares(request: Request) -> str:
+    """Which ranks compute with one micro-batch, if more than one, for people."""
+    config = request.config
+    words = [(config.tp_size, "layers"), (config.sp_size, "sequences")]
+    return "".join(f", {size} of which share {what}" for size, what in words if size > 1)
+
+
 def print_table(plan: Plan) -> None:
     console = wide_console(TABLE_WIDTH)
     request = plan.request
@@ -54,7 +63,8 @@ def print_table(plan: Plan) -> None:
         f"{request.name}: {plan.architecture}, {count(plan.parameters)} parameters"
         + (f" ({count(plan.trained)} trained)" if plan.trained != plan.parameters else "")
         + f", {'fp32' if precision == 'no' else precision}, {_optimizer(request)}; {request.nodes} x {request.gpus} "
-        f"ranks, {request.batch.rows} x {request.batch.length} tokens per rank and micro-batch, "
+        f"ranks{shares(request)}, {request.batch.rows} x {request.batch.length} tokens per "
+        f"{'rank and ' if request.batches == request.world_size else ''}micro-batch, "
         f"{request.accumulation} micro-batch(es) per step",
         soft_wrap=True,
         markup=False,
@@ -62,7 +72,8 @@ def print_table(plan: Plan) -> None:
     unit = _unit(plan)
     table = Table(box=None, pad_edge=False)
     table.add_column("stage")
-    for name in (*COLUMNS, "peak", "at rest", "sent/step", "fits"):
+    shared = [name for name in SHARED if any(name in row.footprint.sent for row in plan.rows)]
+    for name in (*COLUMNS, "peak", "at rest", "sent/step", *(SHARED[name] for name in shared), "fits"):
         table.add_column(name, justify="right")
     for row in _on_device(plan):
         if row.spread is not ALL_RANKS:
@@ -72,7 +83,8 @@ def print_table(plan: Plan) -> None:
         ways = f"{' + checkpointing' if row.checkpointing else ''}{' + tiles' if row.tiles else ''}"
         label = f"{row.stage}{ways}{' *' if chosen else ''}"
         footprint = row.footprint
-        totals = [cell(n, unit) for n in (footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes)]
+        numbers = [footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes]
+        totals = [cell(n, unit) for n in (*numbers, *(footprint.sent.get(name, 0) for name in shared))]
         table.add_row(label, *cells, *totals, "yes" if row.fits else "no", style="bold" if chosen else None)
     console.print(table, markup=False)
     if request.link:
@@ -203,6 +215,8 @@ def to_dict(plan: Plan) -> dict:
         "parameters": plan.parameters,
         "trained": plan.trained,
         "world_size": request.world_size,
+        "tp_size": request.config.tp_size,
+        "sp_size": request.config.sp_size,
         "precision": request.config.mixed_precision,
         "optimizer": request.optimizer,
         "micro_batch": request.batch.rows,
@@ -270,7 +284,7 @@ def write_yaml(plan: Plan, path: Path) -> None:
 
 def accelerate_yaml(request: Request, stage: int, head: str, path: Path, more: Mapping[str, object]) -> None:
     """A configuration of this stage, under `head`, with `more` keys. Raises PlanError where it cannot be written."""
-    content = {
+    content: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "deepspeed_config": {
             "deepspeed_multinode_launcher": "standard",
@@ -289,6 +303,9 @@ def accelerate_yaml(request: Request, stage: int, head: str, path: Path, more: M
         "rdzv_backend": "static",
         "use_cpu": False,
     }
+    sizes = {name: getattr(request.config, name) for name in ("tp_size", "sp_size")}
+    if max(sizes.values()) > 1:
+        content["parallelism_config"] = {f"parallelism_config_{name}": n for name, n in sizes.items() if n > 1}
     try:
         path.write_text(head + yaml.safe_dump(content, sort_keys=True))
     except OSError as error:

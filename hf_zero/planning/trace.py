@@ -29,6 +29,7 @@ from hf_zero.planning.homes import ELSEWHERE, PlannedActivations, PlannedDisk, p
 from hf_zero.planning.meter import ACTIVATIONS, StorageMeter
 from hf_zero.planning.model import BatchShape, PlanError, make_batch, vocabulary
 from hf_zero.planning.optimizers import Kept
+from hf_zero.planning.sharing import Sharing, sharing
 from hf_zero.tools.memory import bytes_elsewhere, gradients_by_category, tensors_apart, tensors_by_category
 
 
@@ -170,22 +171,31 @@ def trace(
 
     Raises PlanError where the model's code asks for values, which there are none of.
     """
+    with sharing(model, scenario.config, scenario.backend, log) as share:
+        return _trace(share, scenario, inputs, log)
+
+
+def _trace(share: Sharing, scenario: Scenario, inputs: dict[str, Any] | None, log: Enqueued | None) -> Footprint:
+    model, width = share.model, scenario.config.tp_size
     _set_checkpointing(model, scenario.checkpointing)
     meter = StorageMeter(without=(ELSEWHERE,))
-    topology = arrange(scenario.config, scenario.world_size, 0)
+    topology = arrange(scenario.config, scenario.world_size // width, 0, (), width)
     comm = Communicator.imagine(
         scenario.world_size,
         scenario.backend,
         deterministic=scenario.config.deterministic_reduce,
         peer_memory=scenario.config.peer_memory,
-        together=topology.machine == topology.size,
+        together=width == 1 and topology.machine == topology.size,
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
         around=None if log is None else log.noting,
     )
     with meter:
         homes = planned_homes(scenario.config, scenario.backend, meter.label, checkpointing=scenario.checkpointing)
-        engine = ZeroEngine(model, scenario.config, group=comm, device=torch.device("meta"), homes=homes)
+        engine = ZeroEngine(
+            model, scenario.config, group=comm, device=torch.device("meta"), homes=homes, mixins=share.mixins
+        )
     try:
+        share.join(engine)
         optimizer = _PlannedOptimizer(_groups(model, scenario))
         with meter:
             engine.attach_optimizer(optimizer)
@@ -193,8 +203,8 @@ def trace(
         meter.resizable = lambda: [buffer.unsharded for buffer in released]
         recording = contextlib.nullcontext() if log is None else log.recording()
         # The meter makes results that it remembers by itself: what is written down has to be seen before that.
-        with meter, recording, _FlashAttention(), _no_autocast_on_meta():
-            return _train(model, engine, optimizer, meter, scenario, inputs, log or Enqueued())
+        with meter, recording, share.noting(), _FlashAttention(), _no_autocast_on_meta():
+            return _train(share, engine, optimizer, meter, scenario, inputs, log or Enqueued())
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0][:160]
         raise PlanError(f"{type(model).__name__} cannot be traced without values: {reason}") from error
@@ -230,7 +240,7 @@ def _groups(model: nn.Module, scenario: Scenario) -> list[dict]:
 
 
 def _train(
-    model: nn.Module,
+    share: Sharing,
     engine: ZeroEngine,
     optimizer: torch.optim.Optimizer,
     meter: StorageMeter,
@@ -238,8 +248,9 @@ def _train(
     inputs: dict[str, Any] | None,
     log: Enqueued,
 ) -> Footprint:
+    model = share.model
     meter.logits_width = vocabulary(model)
-    batch = make_batch(model, scenario.batch) if inputs is None else inputs
+    batch = share.cut(make_batch(model, scenario.batch)) if inputs is None else inputs
     if engine.precision.dtype is not None:  # autocast would do that, which the meta device has not
         batch = tree_map_only(Tensor, _floats_to(engine.precision.dtype), batch)
     moves_states = engine.homes.step_place.on_device or not engine.homes.optimizer.keeps_memory
@@ -249,7 +260,7 @@ def _train(
         _label_states(meter, engine)
         meter.reset_peak()
         meter.watches = step == steps - 1
-        for counts in (engine.comm.traffic, *_moved(engine)):
+        for counts in (engine.comm.traffic, share.traffic, *_moved(engine)):
             counts.clear()
         for micro in range(scenario.accumulation):
             last = micro == scenario.accumulation - 1
@@ -284,12 +295,13 @@ def _train(
     if isinstance(kept, PlannedActivations) and not kept.is_near:
         (host if kept.place is Place.HOST else disk)["activations"] = kept.most
     copied, *files = _moved(engine)
+    apart = {} if not share.name else {share.name: share.traffic}
     return Footprint(
         resident=resident,
         peak={name: count for name, count in meter.peak.live.items() if count},
-        sent=dict(engine.comm.traffic.bytes_sent),
-        calls=dict(engine.comm.traffic.calls),
-        between_nodes=engine.comm.traffic.bytes_between_nodes,
+        sent=engine.comm.traffic.bytes_sent | {name: each.bytes_sent.total() for name, each in apart.items()},
+        calls=engine.comm.traffic.calls | {name: each.calls.total() for name, each in apart.items()},
+        between_nodes=engine.comm.traffic.bytes_between_nodes + share.traffic.bytes_between_nodes,
         largest_unit=max(
             sum(b.unsharded.numel() * b.unsharded.itemsize for b in unit.buffers) for unit in engine.units
         ),

@@ -100,7 +100,7 @@ EARLIER = {
         "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict"
     ),
 }
-# By what name earlier releases have it, and its parameters there (hf_zero/integrations/releases.py).
+# By what name earlier releases have it, and its parameters there (hf_zero/releases.py).
 ELSEWHERE = {
     "transformers.masking_utils.packed_sequence_compatibility_function": (
         "transformers.masking_utils.packed_sequence_mask_function",
@@ -142,7 +142,7 @@ def _parameters(dotted):
 
 
 def _skip_without_plans_of_dtensors():
-    """Tensor parallelism needs what late releases have, and refuses the others (integrations/tensor_parallel.py)."""
+    """Tensor parallelism needs what late releases have, and refuses the others (parallel/tensor_parallel.py)."""
     if not hasattr(_resolve(MODEL), "_expand_parallel_plan"):
         pytest.skip("this release does not share models out as DTensors")
 

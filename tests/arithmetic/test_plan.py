@@ -64,6 +64,47 @@ def test_state_bytes_follow_the_formulas(folder, capsys):
         assert sum(row["sent"].values()) == row["sent_bytes_per_step"]
 
 
+def test_ranks_that_share_layers_or_sequences_are_planned_as_they_are_asked_for(folder, capsys, tmp_path):
+    base = (folder, "--gpus", "4", "--seq-len", "64", PLAIN)
+    whole = plan_json(capsys, *base)["rows"]
+    layers = plan_json(capsys, *base, "--tp", "2", "--write", tmp_path / "tp.yaml")
+    sequences = plan_json(capsys, *base, "--sp", "2")["rows"]
+    for one, part, tokens in zip(whole, layers["rows"], sequences, strict=True):
+        # Whole kinds of state are halved; what is shared out is, over half as many ranks.
+        halved = 0.5 * one["resident"].get("parameters", 0) + sum(
+            one["resident"].get(kind, 0) for kind in ("master weights", "optimizer states")
+        ) * (1.0 if one["stage"] else 0.5)
+        assert part["resident_bytes"] == pytest.approx(halved, rel=0.05)
+        assert part["sent"]["tensor parallelism"] > 0 and part["activation_bytes"] < one["activation_bytes"]
+        assert tokens["resident_bytes"] == pytest.approx(one["resident_bytes"], rel=0.01)
+        assert tokens["sent"]["sequences"] > 0
+        assert tokens["activation_bytes"] == pytest.approx(one["activation_bytes"] / 2, rel=0.15)
+    written = ZeroConfig.from_any(str(tmp_path / "tp.yaml"))
+    assert written.tp_size == 2 and layers["tp_size"] == 2
+    _, out, _ = plan(capsys, *base, "--tp", "2")
+    assert "4 ranks, 2 of which share layers" in out and "of it for layers" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--gpus", "2", "--tp", "4"), "tp_size is 4, and a node has 2 rank(s)"),
+        (("--gpus", "2", "--sp", "4"), "sp_size is 4, which does not divide the 2 ranks"),
+        (("--tp", "2", "--sp", "2"), "sp_size"),
+    ],
+)
+def test_ranks_that_cannot_share_are_refused(folder, capsys, words, what):
+    status, _, err = plan(capsys, folder, *words)
+    assert status == 2 and what in err, err
+
+
+def test_ring_attention_is_not_planned(folder, capsys, tmp_path):
+    file = tmp_path / "cp.yaml"
+    file.write_text("distributed_type: DEEPSPEED\nparallelism_config:\n  parallelism_config_cp_size: 4\n")
+    status, _, err = plan(capsys, folder, "--config", file)
+    assert status == 2 and "Plan with --sp 4" in err, err
+
+
 @pytest.mark.slow
 def test_checkpointing_keeps_fewer_activations(folder, capsys):
     rows = plan_json(capsys, folder, "--seq-len", "2048")["rows"]

@@ -11,8 +11,8 @@ import hf_zero
 from hf_zero import ZeroAccelerator, ZeroPlugin
 from hf_zero.cli import main
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.sequence_batches import cut
 from hf_zero.integrations.trl import ZeroDistributedBackend
+from hf_zero.parallel.sequence_batches import cut
 from tests.support import sequences, zoo
 from tests.support.harness import distributed
 from tests.support.trainers import forget_accelerate, make_trainer

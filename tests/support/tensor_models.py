@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hf_zero
-from hf_zero.integrations.tensor_parallel import share_out
+from hf_zero.parallel.tensor_parallel import share_out
 from tests.support import zoo
 
 

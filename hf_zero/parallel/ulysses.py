@@ -20,7 +20,7 @@ from hf_zero.comm.work import Tag
 from hf_zero.core.schedule import in_backward
 from hf_zero.core.sequence import SequenceGroup, shares_of_heads
 from hf_zero.errors import ZeroConfigError
-from hf_zero.integrations.releases import within_sequences
+from hf_zero.releases import within_sequences
 
 
 if TYPE_CHECKING:  # what the mixin is put before
