@@ -66,6 +66,17 @@ def test_ranks_that_are_in_different_numbers_of_groups_are_told():
             train(first, dist.get_rank(), zero_stage=2)
 
 
+@distributed(world_size=6)
+def test_a_part_of_the_ranks_has_parts_of_its_own():
+    halves = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [4, 5])]
+    rank = dist.get_rank()
+    if rank < 4:
+        plain = train(halves[0], rank, zero_stage=3)
+        for config in ({"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}):
+            for name, weight in train(halves[0], rank, zero_stage=3, **config).items():
+                torch.testing.assert_close(weight, plain[name], rtol=0, atol=1e-6, msg=f"{config}: {name}")
+
+
 def groups_made():
     return len(dist.distributed_c10d._world.pg_names)
 

@@ -31,8 +31,18 @@ class GroupTransport(Transport):
 
     def split(self, groups: Sequence[Sequence[int]]) -> GroupTransport:
         backend = dist.get_backend(self.group)
-        made = [self.new_group(backend, [self.ranks[rank] for rank in group]) for group in groups]
-        return type(self)(next(one for group, one in zip(groups, made, strict=True) if self.rank in group))
+        own = next(group for group in groups if self.rank in group)
+        # All ranks make all groups; of some ranks only, each makes its own, as torch counts those that it is in.
+        made = {
+            tuple(group): self.new_group(backend, [self.ranks[rank] for rank in group])
+            for group in (groups if self.is_of_all else [own])
+        }
+        return type(self)(made[tuple(own)])
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether these are all ranks that there are."""
+        return self.size == dist.get_world_size()
 
     def new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Another group of the same ranks, or some of them; a collective.
@@ -42,15 +52,14 @@ class GroupTransport(Transport):
         Ranks outside do not take part. Then torch names the group by how many groups a process is in, and ranks that
         disagree about the name would wait for each other.
         """
-        of_all = self.size == dist.get_world_size()
-        if not of_all:
+        if not self.is_of_all:
             joined = self.all_gather_object(len(dist.distributed_c10d._world.pg_names))
             if len(set(joined)) > 1:
                 raise ZeroRuntimeError(
                     f"ranks {self.ranks} are in {joined} process groups, and torch can make another group of some "
                     "ranks only where these numbers are equal. Have each of them join equally many before hf_zero"
                 )
-        return dist.new_group(ranks or self.ranks, backend=backend, use_local_synchronization=not of_all)
+        return dist.new_group(ranks or self.ranks, backend=backend, use_local_synchronization=not self.is_of_all)
 
     def prepare_reductions(self) -> None:
         if self.group not in self._reduce_groups:
