@@ -34,13 +34,14 @@ def global_norm(
     *,
     device: torch.device,
     beside: Tensor | None = None,
+    everyone: Communicator | None = None,
     tensor: Communicator | None = None,
 ) -> Tensor:
     """The norm of all gradients (fp32 scalar on `device`): one pass over this rank's part, one scalar all-reduce.
 
     Tensor-parallel ranks, if there are any, have other `grads`, which takes one more. `beside` (fp64, on `device`) is
-    added up over ranks too, in place, by the first. Supports the 2-norm and the infinity norm; nan on any rank is nan
-    on all. Raises ValueError for other norms.
+    added up, in place, over `everyone` (default: the same ranks), by the first where it has these ranks. Supports the
+    2-norm and the infinity norm; nan on any rank is nan on all. Raises ValueError for other norms.
     """
     grads = [grad for grad in grads if grad.numel()]
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -58,12 +59,13 @@ def global_norm(
     else:
         raise ValueError(f"norm_type={norm_type} is not supported over shards: use 2.0 or inf")
     over = [each for each in (comm if sharded else None, tensor) if each is not None]
-    if norm_type == 2.0 and sharded and beside is not None:
+    everyone = everyone or comm
+    if norm_type == 2.0 and sharded and beside is not None and everyone is comm:
         together = comm.all_reduce_scalars(torch.cat([total.view(1), beside]))
         beside.copy_(together[1:])
         total, over = together[0].clone(), over[1:]
     elif beside is not None:
-        comm.all_reduce_scalars(beside)
+        everyone.all_reduce_scalars(beside)
     for each in over:
         total = each.all_reduce_scalars(total.view(1))[0] if norm_type == 2.0 else _largest(total, each)
     return (total.sqrt() if norm_type == 2.0 else total).float()

@@ -115,6 +115,7 @@ class StepControl:
             norm_type,
             device=self.device,
             beside=beside,
+            everyone=self._mesh.everyone,
             tensor=self._mesh.tensor,
         )
         self._measured = self._measured if beside is None else beside

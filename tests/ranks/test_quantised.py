@@ -62,6 +62,9 @@ def test_ranks_agree_and_the_error_is_small_and_known(config):
     for each in engine.mesh.quantised:
         assert 0 < each.error <= limits[each.kind], (each.kind, each.error)
         assert each.codec is not None
+    errors = [None] * 4  # by which each rank decides whether to go on quantising
+    dist.all_gather_object(errors, [each.error for each in engine.mesh.quantised])
+    assert all(each == errors[0] for each in errors), errors
     # What moved away from the exact run is of the size of a few rounding errors, not of the weights.
     whole = torch.cat([weight.reshape(-1) for weight in exact.values()])
     assert (flat - whole).norm() / whole.norm() <= 0.02
