@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
@@ -31,14 +34,16 @@ _BACKWARD = inspect.unwrap(ZeroEngine.backward).__code__
 # Operations that take a tensor for its shape and dtype only.
 _SHAPE_ONLY = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    "_wrap_tensor_autograd",
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "is_same_size"),
 }
 
 
-class Work:
-    """A collective under way."""
+class Work(dist._Work):
+    """A collective under way, also for torch's own code."""
 
     def __init__(self, call: Collective, on_wait: Callable[[], None]) -> None:
+        super().__init__()
         self.call, self._on_wait = call, on_wait
 
     def wait(self, timeout: object = None) -> bool:
@@ -146,6 +151,8 @@ class DeviceLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # it comes back with the tensors inside
         if self._paused or not self._open:
             return func(*args, **kwargs)
         reads, writes = _accesses(func, args, kwargs)

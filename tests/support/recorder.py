@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import hf_zero
 from hf_zero.comm import work as comm_work
@@ -43,6 +44,7 @@ def _record_rank(program: Callable[[Recording], None], rank: int, world_size: in
     assert Recording.current is None, "one recording at a time"
     recording = Recording.current = Recording(device)
     excepthook = sys.excepthook  # torch wraps it once more for every default group
+    _clear_sharding_prop_cache()  # where DTensors keep meshes of the rank before
     try:
         dist.init_process_group("recorded", store=dist.HashStore(), rank=rank, world_size=world_size)
         with recording.open():
@@ -71,6 +73,7 @@ class Recording(DeviceLog):
         group: dist.ProcessGroup | None = None,
         transport: str = "nccl",
         homes: Homes | None = None,
+        mixins: Sequence[type] = (),
         **config: object,
     ) -> ZeroEngine:
         """`hf_zero.shard`, with collectives whose log says what they carry.
@@ -81,9 +84,9 @@ class Recording(DeviceLog):
         zero = hf_zero.ZeroConfig(**config)
         moves = Naming(self, _transport(self, transport, group or dist.group.WORLD))
         comm = Communicator(moves, deterministic=zero.deterministic_reduce)
-        if homes is None:
+        if homes is None and not mixins:
             return hf_zero.shard(model, optimizer, zero, group=comm, device=self.device)
-        engine = ZeroEngine(model, zero, group=comm, device=self.device, homes=homes)
+        engine = ZeroEngine(model, zero, group=comm, device=self.device, homes=homes, mixins=mixins)
         if optimizer is not None:
             engine.attach_optimizer(optimizer)
         return engine
@@ -182,6 +185,19 @@ class RecordedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
         own = input.chunk(self.size())[self.rank()]
         return self._run("reduce-scatter", [input], [output], lambda: torch.mul(own, self.size(), out=output))
+
+    # What DTensors call.
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
+    ) -> Work:
+        ((output,), (input,)) = (outputs, inputs)
+        return self.all_gather_single(output, input)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
+    ) -> Work:
+        ((output,), (input,)) = (outputs, inputs)
+        return self.reduce_scatter_single(output, input)
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single
