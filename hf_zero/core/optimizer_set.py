@@ -44,7 +44,7 @@ class OptimizerSet:
         self.bindings.append(binding)
         self.rebuild(states)
         for buffer in itertools.islice(self._buffers, 1):
-            self._homes.choose_step_place(buffer.comm)
+            self._homes.choose_step_place(buffer.mesh.everyone)
 
     def begin_fetch(self) -> None:
         """Have what steps need that are owed read ahead, in the order of units: so it will be needed."""
@@ -116,7 +116,7 @@ class OptimizerSet:
         for binding in self.bindings:
             binding.carry_overrides(masters)
         for buffer in itertools.islice(self._buffers, 1):
-            self._homes.reserve(buffer.comm, masters=self._bytes_to_come())
+            self._homes.reserve(buffer.mesh.everyone, masters=self._bytes_to_come())
 
     def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
         return next(binding for binding in self.bindings if binding.optimizer is optimizer)
