@@ -210,7 +210,7 @@ class UnitBuilder:
         copied = (0 if self.homes.optimizer.is_near and not self.mesh.topology.weights else trained) + frozen
         itemsize = DTYPES.get(self.config.mixed_precision, torch.float32).itemsize
         self.homes.reserve(
-            self.mesh.world,
+            self.mesh.everyone,
             masters=int(4 * masters * self.homes.ratio),
             weights=itemsize * copied // shards if self.placements.parameter is sharded else 0,
         )
