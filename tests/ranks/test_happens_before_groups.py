@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.core.sequence import SequenceGroup
-from hf_zero.integrations.sequence_batches import cut
-from hf_zero.integrations.ulysses import Ulysses
+from hf_zero.parallel.sequence_batches import cut
+from hf_zero.parallel.ulysses import Ulysses
 from tests.ranks.test_happens_before import _too_many_exposed
 from tests.support import sequences, tensor_models, zoo
 from tests.support.far_home import far_homes
