@@ -60,19 +60,21 @@ def _verify_script(options: argparse.Namespace, output: Path) -> int:
         raise ZeroError(f"there is no script '{options.script[0]}'")
     start_words, script = _launch_options(options), ["--module", "hf_zero.verify.traced", *options.script]
     config = config_of_command(parse_command([*start_words, *script]))
-    if config.zero_stage == 0:
+    if config.zero_stage == 0 and _width(config) == 1:
         raise ZeroError(
             "the configuration is of stage 0, which is plain data parallelism: name one to compare with it"
         )
+    alone = _ranks_alone(options, config)
     with tempfile.TemporaryDirectory(prefix="hf-zero-verify-") as temporary:
         runs = []
-        for stage in (config.zero_stage, 0):
-            folder = Path(temporary, str(stage))
+        for name, change in (("as it is configured", None), ("under plain data parallelism", _plain)):
+            folder = Path(temporary, str(len(runs)))
             folder.mkdir()
             os.environ |= {FOLDER_VARIABLE: str(folder), STEPS_VARIABLE: str(options.steps)}
-            print(f"hf-zero verify: {options.script[0]} at stage {stage}", flush=True)
-            if start.main([*start_words, *script], None if stage else _plain):
-                raise ZeroError(f"{options.script[0]} has failed at stage {stage}")
+            print(f"hf-zero verify: {options.script[0]} {name}", flush=True)
+            ranks = ["--num_processes", str(alone)] if change and alone else []
+            if start.main([*start_words, *ranks, *script], change):
+                raise ZeroError(f"{options.script[0]} has failed {name}")
             runs.append(TracedRun.read(folder))
         settings = {name: getattr(config, name) for name in config.chosen()}
         found = compare_traces(*runs, script=" ".join(options.script), settings=settings)
@@ -81,21 +83,42 @@ def _verify_script(options: argparse.Namespace, output: Path) -> int:
     return 0 if found.holds else 1
 
 
+def _width(config: ZeroConfig) -> int:
+    """How many ranks share a batch."""
+    return config.tp_size * config.sp_size * config.cp_size
+
+
+def _ranks_alone(options: argparse.Namespace, config: ZeroConfig) -> int | None:
+    """How many ranks have as many batches where none is shared; None where that is the same number."""
+    if _width(config) == 1:
+        return None
+    ranks = _ranks(options)
+    if ranks is None:
+        raise ZeroError(f"ranks share batches {_width(config)} at a time: say how many there are by --num-processes")
+    if ranks % _width(config):
+        raise ZeroError(f"{ranks} rank(s) cannot share batches {_width(config)} at a time: make it a multiple")
+    return ranks // _width(config)
+
+
+def _ranks(options: argparse.Namespace) -> int | None:
+    """How many ranks to start; None: as many as the launcher finds."""
+    from hf_zero.launcher.environment import has_accelerator
+
+    return options.num_processes or (None if has_accelerator() else _CPU_RANKS)
+
+
 def _plain(config: ZeroConfig) -> ZeroConfig:
     """What is left of a configuration at stage 0: precision, sizes, optimizer; no places, extents and codecs."""
     from hf_zero.config.consistency import SHARED
 
     scales = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
     steps = ("consecutive_hysteresis", "check_grad_overflow", "max_consecutive_skips", "optimizer", "scheduler")
-    batches = ("tp_size", "sp_size", "cp_size")  # which ranks have the same ones
-    kept = [name for name in (*SHARED, *scales, *steps, *batches) if name in config.chosen()]
+    kept = [name for name in (*SHARED, *scales, *steps) if name in config.chosen()]
     origins = {name: config.origins[name] for name in kept if name in config.origins}
     return type(config)(zero_stage=0, origins=origins, **{name: getattr(config, name) for name in kept})
 
 
 def _launch_options(options: argparse.Namespace) -> list[str]:
-    from hf_zero.launcher.environment import has_accelerator
-
     words = []
     if options.config:
         is_accelerate = "distributed_type" in load_document(options.config).data
@@ -104,7 +127,7 @@ def _launch_options(options: argparse.Namespace) -> list[str]:
         words += ["--zero_stage", "3"]
     if options.mixed_precision:
         words += ["--mixed_precision", options.mixed_precision]
-    ranks = options.num_processes or (None if has_accelerator() else _CPU_RANKS)
+    ranks = _ranks(options)
     return words + (["--num_processes", str(ranks)] if ranks else [])
 
 

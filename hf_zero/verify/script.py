@@ -72,6 +72,8 @@ def compare_traces(mine: TracedRun, right: TracedRun, *, script: str, settings: 
 class _Comparison:
     def __init__(self, mine: TracedRun, right: TracedRun, rounding: float) -> None:
         self.mine, self.right, self.rounding = mine, right, rounding
+        self.cutting = mine.ranks[0]["cutting"] > 1
+        self.width = mine.ranks[0]["sharing"] * mine.ranks[0]["cutting"]  # neighbours that share a batch
         self.codec = mine.ranks[0]["codec"]  # relative error (2-norm) of quantised messages, at most
         self.micro_batches = len(right.ranks[0]["losses"]) // right.ranks[0]["steps"]
         explained = "order of sums and the precision computed in; it grows from step to step"
@@ -123,14 +125,16 @@ class _Comparison:
         return max((said["lr"] for key, said in options.items() if key.startswith(f"{step}:")), default=0.0)
 
     def _forward(self, step: int) -> Finding | None:
-        for rank, (mine, right) in enumerate(zip(self.mine.ranks, self.right.ranks, strict=True)):
+        assert len(self.mine.ranks) == self.width * len(self.right.ranks)
+        for rank, mine in enumerate(self.mine.ranks):
+            right = self.right.ranks[rank // self.width]
             pairs = zip(_of_step(mine["inputs"], step), _of_step(right["inputs"], step), strict=False)
-            for number, (given, expected) in enumerate(pairs):
+            for number, (given, expected) in enumerate(() if self.cutting else pairs):  # parts are other data
                 self.data.numbers(float(given == expected), 1.0, 0.0, f"micro-batch {number}")
             if self.data.mismatch is not None:
                 cause = f"rank {rank} computes with other data: {self.data.mismatch.where}"
                 return self._finding(self.data, step, rank, cause)
-            losses = _of_step(mine["losses"], step), _of_step(right["losses"], step)
+            losses = self._losses(rank, step), _of_step(right["losses"], step)
             if len(losses[0]) != len(losses[1]):
                 self.losses.numbers(len(losses[0]), len(losses[1]), 0.0, "number of micro-batches")
                 cause = f"{len(losses[0])} micro-batches in a step, and not {len(losses[1])}"
@@ -143,6 +147,15 @@ class _Comparison:
                 cause = f"the loss of {self.losses.mismatch.where} of rank {rank} differs {since}"
                 return self._finding(self.losses, step, rank, cause)
         return None
+
+    def _losses(self, rank: int, step: int) -> list[float]:
+        """Of the micro-batches of a rank: where ranks have shares of a sequence's loss, the sums of these."""
+        ranks = self.mine.ranks
+        if not (self.cutting and ranks[rank]["parts"]):
+            return _of_step(ranks[rank]["losses"], step)
+        first = rank - rank % self.width
+        each = [_of_step(one["losses"], step) for one in ranks[first : first + self.width]]
+        return [sum(shares) for shares in zip(*each, strict=True)]
 
     def _optimizer(self, step: int, rates: float) -> Finding | None:
         for name in self.right.ranks[0]["trained"]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_zero.comm import dtensors
 from hf_zero.core.engine import engine_of
 from hf_zero.core.unit import gathered_parameters
 from hf_zero.verify.probes import fingerprint
@@ -39,6 +40,7 @@ class Tracer:
         self.losses: list[tuple[int, float]] = []
         self.inputs: list[tuple[int, str]] = []
         self.options: dict[str, dict[str, float]] = {}
+        self.parts = False
         self._step = 0
         self._last: Tensor | None = None
         self._values: dict[str, Tensor] = {}
@@ -56,6 +58,7 @@ class Tracer:
             return
         self._last = loss
         self.model = self.model or module
+        self.parts = kwargs.get("num_items_in_batch") is not None
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         whole = {name: value for name, value in given.items() if not value.is_floating_point()}
         self.losses.append((self._step, loss.item()))
@@ -76,7 +79,7 @@ class Tracer:
         for name, param in self.model.named_parameters():
             grad = param.grad if param.requires_grad else None
             if grad is not None:
-                value = _copy(grad)  # on all ranks: where it is sharded, this gathers it
+                value = _copy(grad)  # on all ranks: where it is sharded or shared out, this gathers it
                 self._values |= {f"gradient:{name}": value} if self.rank == 0 else {}
         self._note_options(optimizer)
 
@@ -94,8 +97,9 @@ class Tracer:
         if not self._trains_model(optimizer):
             return
         with gathered_parameters(self.model):
-            for name, param in self.model.named_parameters() if self.rank == 0 else ():
-                self._values[f"weight:{name}"] = _copy(param)
+            for name, param in self.model.named_parameters():
+                if self.rank == 0 or dtensors.is_dtensor(param):  # then all ranks that share it put it together
+                    self._values[f"weight:{name}"] = _copy(param)
         if self.rank == 0:
             save_file(self._values, self.folder / f"{self._step}.safetensors")
         self._values = {}
@@ -112,6 +116,9 @@ class Tracer:
             "stage": None if engine is None else engine.config.zero_stage,
             "precision": "no" if engine is None else engine.config.mixed_precision,
             "codec": 0.0 if engine is None else max(codecs_of(engine).values(), default=0.0),
+            "sharing": 1 if engine is None else engine.config.tp_size,  # neighbours with the same batches, and
+            "cutting": 1 if engine is None else engine.config.sp_size * engine.config.cp_size,  # with parts of them
+            "parts": self.parts,  # where sequences are cut: losses are shares of a sequence's, and not all of it
             "trained": trained,
             "steps": self._step,
             "losses": self.losses,
@@ -122,7 +129,7 @@ class Tracer:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().float().cpu().clone().contiguous()
+    return dtensors.whole(tensor).detach().float().cpu().clone().contiguous()
 
 
 def main() -> None:

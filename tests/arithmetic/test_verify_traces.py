@@ -24,6 +24,9 @@ def _run():
         "stage": None,
         "precision": "no",
         "codec": 0.0,
+        "sharing": 1,
+        "cutting": 1,
+        "parts": False,
         "trained": {name: name != "old.weight" for name in NAMES},
         "steps": STEPS,
         "losses": [[step, 4.0 - step - 0.1 * n] for step in range(STEPS) for n in range(MICRO)],
@@ -151,3 +154,23 @@ def test_what_a_codec_has_rounded_is_no_fault_and_what_it_has_not_is_one(tmp_pat
         found = _compare(mine, _run(), folder)
         assert found.holds == holds, found.lines()
         assert holds or found.finding.where == "layer.weight", found.finding
+
+
+@pytest.mark.parametrize(("sharing", "cutting"), [(2, 1), (1, 2)])
+def test_ranks_that_share_batches_are_compared_with_the_rank_that_has_them_alone(tmp_path, sharing, cutting):
+    """Shares of a sequence's loss are added up; parts of a sequence are other data, and no fault."""
+    shared, alone = _run(), _run()
+    for rank, noted in enumerate(alone["ranks"]):
+        noted["losses"] = [[step, loss + rank] for step, loss in noted["losses"]]
+        noted["inputs"] = [[step, f"{rank}:{value}"] for step, value in noted["inputs"]]
+    shared["ranks"] = [copy.deepcopy(alone["ranks"][rank // 2]) for rank in range(2 * RANKS)]
+    for rank, noted in enumerate(shared["ranks"]):
+        noted |= {"stage": 3, "sharing": sharing, "cutting": cutting, "parts": cutting > 1}
+        if cutting > 1:
+            noted["losses"] = [[step, loss * (0.25, 0.75)[rank % 2]] for step, loss in noted["losses"]]
+            noted["inputs"] = [[step, f"part {rank % 2} of {value}"] for step, value in noted["inputs"]]
+    (tmp_path / "again").mkdir()
+    assert _compare(shared, alone, tmp_path).holds
+    shared["ranks"][3]["losses"][0][1] += 0.5
+    found = _compare(shared, alone, tmp_path / "again")
+    assert not found.holds and found.finding.promise == "losses"

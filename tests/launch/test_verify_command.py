@@ -61,6 +61,22 @@ def test_a_script_is_run_twice_and_its_steps_are_compared(tmp_path):
     assert set(promises.values()) == {"holds"} and "gradients, clipped" in promises, promises
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp_size", "sp_size"])
+def test_a_script_whose_ranks_share_batches_is_compared_with_fewer_ranks_that_share_none(tmp_path, name):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("llama_tied", "llama"))
+    lines = ("distributed_type: DEEPSPEED", "deepspeed_config:", "  zero_stage: 3", "parallelism_config:")
+    (tmp_path / "zero.yaml").write_text("\n".join([*lines, f"  parallelism_config_{name}: 2\n"]))
+    words = ("--config", "zero.yaml", "--steps", 2, "--num-processes", 4, "train.py", "--learning_rate", "1e-3")
+    (output,), (status,) = launches.run((*VERIFY, *words), folder=tmp_path)
+    assert status == 0 and "every promise holds" in output, output
+    written = json.loads((tmp_path / "certificate/certificate.json").read_text())
+    assert (written["ranks"], written["micro_batches"], written["settings"][name]) == (4, 2, 2)
+    verdicts = {verdict["promise"]: verdict["verdict"][:5] for verdict in written["verdicts"]}
+    cut = {"data"} if name == "sp_size" else set()
+    assert {promise for promise, verdict in verdicts.items() if verdict != "holds"} == cut, verdicts
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
