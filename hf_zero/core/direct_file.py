@@ -161,6 +161,8 @@ class DirectFile:
 
     def free(self, extent: Extent) -> None:
         """Give an extent back, for later calls of `allocate`."""
+        if not extent.nbytes:
+            return
         merged: list[Extent] = []
         for one in sorted([*self._free, extent], key=lambda one: one.start):
             if merged and merged[-1].start + merged[-1].nbytes == one.start:

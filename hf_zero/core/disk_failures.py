@@ -8,7 +8,10 @@ that rank goes on, with whatever is in its memory, nothing of which is written, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -69,3 +72,32 @@ def raise_anywhere(comm: Communicator, error: str | None) -> None:
     for rank, text in enumerate(comm.all_gather_object(error)):
         if text is not None:
             raise ZeroRuntimeError(f"rank {rank}: {text}")
+
+
+class _Passes(Protocol):
+    def one_pass(self, comm: Communicator) -> AbstractContextManager[None]: ...
+
+
+class _WithHomes(Protocol):
+    @property
+    def homes(self) -> _Passes: ...
+
+    comm: Communicator
+
+
+_Self = TypeVar("_Self", bound=_WithHomes)
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def in_one_pass(
+    method: Callable[Concatenate[_Self, _Params], _Result],
+) -> Callable[Concatenate[_Self, _Params], _Result]:
+    """Have a method that is a collective raise on all ranks what the disk of one fails at in it."""
+
+    @functools.wraps(method)
+    def within(self: _Self, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with self.homes.one_pass(self.comm):
+            return method(self, *args, **kwargs)
+
+    return within

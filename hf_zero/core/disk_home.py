@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.courier import AtOnce, Courier
-from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer
+from hf_zero.core.direct_file import PAGE, DirectFile, Extent, Transfer, whole_pages
 from hf_zero.core.disk_failures import DiskFailures
 from hf_zero.core.heap import heap
 from hf_zero.core.placement import Place
@@ -266,16 +266,18 @@ class DiskShelf:
     def add(self, kind: str, tensor: Tensor) -> None:
         """Take a tensor over, in an `open`: a new kind, or one that takes the place of what was there.
 
-        Its memory is given back at once. Raises ZeroRuntimeError where the disk is full.
+        Its memory is given back at once. Raises ZeroRuntimeError where the disk is full, in a pass as in `open`.
         """
         assert self._opened and tensor.numel() == self.numel, (kind, tensor.shape)
         region = self._regions.get(kind)
         if region is None or region.dtype != tensor.dtype:
-            extent = self._file.allocate(self.numel * tensor.dtype.itemsize)
+            extent = Extent(0, 0)  # where there is no room, nothing is moved
+            with self._home.failures.late():
+                extent = self._file.allocate(tensor.nbytes)
             if region is not None:
                 self._file.free(region.extent)
             self._regions[kind] = _Region(extent, self._end, tensor.dtype, tensor.shape)
-            self._end += extent.nbytes
+            self._end += whole_pages(tensor.nbytes)
             if self._own_slot.grow(self._end):
                 self._show(self._shown)
         with self._file.waiting():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,10 +16,11 @@ from hf_zero.core import build, grad_norm, guard, packed
 from hf_zero.core.binding import Binding
 from hf_zero.core.buffers import BufferSync
 from hf_zero.core.build import DTYPES
+from hf_zero.core.disk_failures import in_one_pass
 from hf_zero.core.extents import placements_of
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.gradients import GradientBuffer, release_unused
-from hf_zero.core.homes import Homes, in_one_pass
+from hf_zero.core.homes import Homes
 from hf_zero.core.loss_scale import LossScaler
 from hf_zero.core.optimizer_set import OptimizerSet
 from hf_zero.core.partition import partition
@@ -69,7 +69,7 @@ class ZeroEngine:
         self.comm = self.mesh.everyone
         self.device = build.default_device(model, self.comm.transport_name) if device is None else torch.device(device)
         self.placements = placements_of(config, self.mesh.topology, self.mesh.world.shares)
-        self.homes = homes or Homes.choose(config, self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.homes = homes or Homes.choose(config, self.device, self.comm)
         self.precision = Precision(model, DTYPES.get(config.mixed_precision), self.device)
         self.scaler = scaler or (build.make_scaler(config) if trainable else None)
         self.control = StepControl(
@@ -308,6 +308,7 @@ class ZeroEngine:
 
     def _before_backward(self) -> None:
         self.homes.failures.begin_pass()
+        self._optimizers.begin_fetch_again()
         self._stepper.restore_gradients()
         self.mesh.prepare_reductions()
         self.control.begin_backward()
@@ -358,8 +359,7 @@ class ZeroEngine:
         held = self._optimizers.held_by(optimizer)
         for gradient in self._structure.gradients:
             gradient.mark_stepped(held)
-        if not self.homes.optimizer.keeps_memory:
-            self._optimizers.begin_fetch()
+        self._optimizers.begin_fetch()
         self.control.end_step(optimizer)
         self.after_rewrite(exact=False)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -240,35 +241,35 @@ class Homes:
         return cls(device=home, optimizer=home, parameters=home, host=home)
 
     @classmethod
-    def choose(cls, config: ZeroConfig, device: torch.device, ranks_beside: int = 1) -> Homes:
-        """As `config` says, for a rank with `device` that shares its disk with others, `ranks_beside` in all.
+    def choose(cls, config: ZeroConfig, device: torch.device, comm: Communicator) -> Homes:
+        """As `config` says, for a rank with `device` that shares its disk with the others of its machine.
 
-        Raises ZeroRuntimeError where no file can be made in the folder that `config` names, and ValueError for a
-        device that does not offload.
+        A collective where anything is to rest on disk. Raises ZeroRuntimeError on all ranks where one of them can
+        make no file in the folder that `config` names, and ValueError for a device that does not offload.
         """
         kinds = ("offload_optimizer", "offload_param", "offload_activations")
-        if {getattr(config, f"{kind}_device") for kind in kinds} == {"none"}:
+        devices = {kind: getattr(config, f"{kind}_device") for kind in kinds}
+        if set(devices.values()) == {"none"}:
             return cls.on_device(device)
         on_device, courier = MemoryHome(Place.DEVICE, device), _courier(device)
         limit = config.sub_group_size
         host = MemoryHome(Place.HOST, _HOST, is_near=device.type == "cpu", limit=limit, courier=courier)
-        files: dict[str, DirectFile] = {}
+        paths = {kind: getattr(config, f"{kind}_nvme_path") for kind in kinds if devices[kind] == "nvme"}
+        in_flight = max(2, _IN_FLIGHT // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        files = _open_files(dict.fromkeys(paths.values()), in_flight, comm)
 
         def home(kind: str) -> Home:
-            where, path = getattr(config, f"{kind}_device"), getattr(config, f"{kind}_nvme_path")
-            if where != "nvme":
-                return host if where == "cpu" else on_device
-            if path not in files:
-                files[path] = DirectFile(path, in_flight=max(2, _IN_FLIGHT // ranks_beside))
+            if kind not in paths:
+                return host if devices[kind] == "cpu" else on_device
             # Buffers of their own: what is read ahead of the one kind does not take those of the other.
-            return DiskHome(files[path], config.offload_buffer_count, host.limit, LEAST_ON_DISK, courier)
+            return DiskHome(files[paths[kind]], config.offload_buffer_count, host.limit, LEAST_ON_DISK, courier)
 
         return cls(
             device=on_device,
             optimizer=home("offload_optimizer"),
             parameters=home("offload_param"),
             host=host,
-            activations=None if config.offload_activations_device == "none" else home("offload_activations"),
+            activations=None if devices["offload_activations"] == "none" else home("offload_activations"),
             ratio=config.offload_optimizer_ratio,
             optimizer_in_host=config.offload_optimizer_max_in_cpu,
             step_place=StepPlace(config.offload_step if courier.crosses else "host"),
@@ -362,6 +363,25 @@ class Homes:
             courier.close()
 
 
+def _open_files(paths: Iterable[str], in_flight: int, comm: Communicator) -> dict[str, DirectFile]:
+    """A file in each of these folders, on all ranks or on none; a collective where there are any."""
+    files: dict[str, DirectFile] = {}
+    error = None
+    try:
+        for path in paths:
+            files[path] = DirectFile(path, in_flight=in_flight)
+    except ZeroRuntimeError as caught:
+        error = str(caught)
+    try:
+        if files or error is not None:
+            raise_anywhere(comm, error)
+    except ZeroRuntimeError:
+        for file in files.values():
+            file.close()
+        raise
+    return files
+
+
 def _courier(device: torch.device) -> Courier:
     if device.type == "cpu":
         return AtOnce()
@@ -371,26 +391,3 @@ def _courier(device: torch.device) -> Courier:
         f"offload is available on CPU ranks and CUDA devices, not on {device.type} devices: set the "
         'offload_*_device options to "none", and use zero_stage 3, more ranks or gradient checkpointing to save memory'
     )
-
-
-class _WithHomes(Protocol):
-    homes: Homes
-    comm: Communicator
-
-
-_Self = TypeVar("_Self", bound=_WithHomes)
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
-
-
-def in_one_pass(
-    method: Callable[Concatenate[_Self, _Params], _Result],
-) -> Callable[Concatenate[_Self, _Params], _Result]:
-    """Have a method that is a collective raise on all ranks what the disk of one fails at in it."""
-
-    @functools.wraps(method)
-    def within(self: _Self, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        with self.homes.one_pass(self.comm):
-            return method(self, *args, **kwargs)
-
-    return within

@@ -288,8 +288,8 @@ class MasterShard(GradientShard):
         self._debt, self.owed_grad = step, grad
 
     def begin_fetch(self) -> None:
-        """Have what a step needs that is owed read ahead."""
-        if self._debt is not None and self._shelf is not None:
+        """Have what a step needs read ahead."""
+        if self._shelf is not None:
             self._shelf.begin_fetch()
 
     def pay(self) -> None:

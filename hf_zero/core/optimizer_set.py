@@ -33,6 +33,7 @@ class OptimizerSet:
         self._units, self._homes = units, homes  # the engine's own list, in which units are replaced
         self.bindings: list[Binding] = []
         self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.resting.shards]
+        self._stepping: list[MasterShard] = []  # what owed the last steps, and is not in memory
 
     @property
     def _buffers(self) -> Iterator[FlatBuffer]:
@@ -48,8 +49,14 @@ class OptimizerSet:
 
     def begin_fetch(self) -> None:
         """Have what steps need that are owed read ahead, in the order of units: so it will be needed."""
-        for buffer in self._buffers:
-            buffer.resting.begin_fetch(of_debts=True)
+        if not self._homes.optimizer.keeps_memory:
+            self._stepping = [shard for buffer in self._buffers for shard in buffer.resting.masters if shard.owes]
+            self.begin_fetch_again()
+
+    def begin_fetch_again(self) -> None:
+        """Have as much as buffers hold read before the next steps are made: disks have less to do in backward."""
+        for shard in self._stepping:
+            shard.begin_fetch()
 
     def settle(self) -> None:
         """Make all steps that are owed."""
@@ -105,6 +112,7 @@ class OptimizerSet:
 
         Raises ZeroRuntimeError on all ranks where a disk has no room for the states that the optimizers will make.
         """
+        self._stepping = []
         with one_pass(self._units):
             self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
         masters = {

@@ -196,13 +196,10 @@ class Resting:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, of_debts: bool = False) -> None:
-        """Have read ahead what the next gather needs: weights, or what masters need to make the steps they owe.
-
-        Copies of those that owe a step have no values that anybody needs.
-        """
+    def begin_fetch(self) -> None:
+        """Have the weights read ahead that the next gather needs: copies of what owes a step have no such values."""
         current = [shard.copy for shard in self.shards if shard.copy is not None and not shard.owes]
-        for shard in self.masters if of_debts else [*current, *self.frozen]:
+        for shard in (*current, *self.frozen):
             shard.begin_fetch()
 
     def settle(self) -> None:

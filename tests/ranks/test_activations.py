@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import gc
 import itertools
 import os
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.core import direct_file
 from hf_zero.core import homes as places
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.core.homes import Homes
@@ -27,6 +29,7 @@ from tests.support.harness import distributed, run_ranks
 from tests.support.late_lanes import late_homes
 from tests.support.nets import Block, Net, batches, seeded
 from tests.support.networks import checkpoint_calls
+from tests.support.small_disk import on_a_small_disk
 
 
 class Turned(Block):
@@ -147,11 +150,11 @@ WIDTH, ROWS = 512, 512
 NBYTES = 4 * WIDTH * ROWS  # of the input of a layer
 
 
-def _shard(folder, depth=12, device="nvme", **options):
+def _shard(folder, depth=12, device="nvme", stage=2, **options):
     model = Deep(depth, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"zero_stage": 2, "offload_activations_device": device, "offload_activations_nvme_path": str(folder)}
-    engine = hf_zero.shard(model, optimizer, config if folder is not None else {"zero_stage": 2})
+    config = {"zero_stage": stage, "offload_activations_device": device, "offload_activations_nvme_path": str(folder)}
+    engine = hf_zero.shard(model, optimizer, config if folder is not None else {"zero_stage": stage})
     return model, engine
 
 
@@ -232,6 +235,45 @@ def test_nothing_stays_behind_after_an_exception(tmp_path):
     for in_use, files in run_ranks(_after_faults, str(tmp_path)):
         assert in_use == 0 and files == []
     assert not os.listdir(tmp_path)
+
+
+def _until_an_error(folder, stage, call=None):
+    """The error of this rank where only rank 1 has inputs that are worth a way to the disk, on which `call` fails."""
+    model, engine = _shard(folder, stage=stage)
+    rank = dist.get_rank()
+    if call is not None and rank == 1:
+        original, left = getattr(os, call), [3]
+
+        def fail(*args):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return original(*args)
+
+        setattr(direct_file.os, call, fail)
+    x = torch.randn(ROWS if rank else 2, WIDTH, requires_grad=True)
+    with pytest.raises(ZeroRuntimeError) as caught:
+        for _ in range(3):
+            engine.backward(model(x).square().mean())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_a_small_disk
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(disk, stage):
+    first, second = run_ranks(_until_an_error, disk, stage, timeout=60)
+    assert first == second
+    assert first.startswith(f"rank 1: '{disk}' has no room") and f"needs {NBYTES:,} more" in first, first
+    assert "are free (No space left" in first
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind, call", [("read", "preadv"), ("write", "pwrite")])
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(kind, call, stage, tmp_path):
+    first, second = run_ranks(_until_an_error, tmp_path, stage, call, timeout=60)
+    assert first == second
+    assert first.startswith(f"rank 1: cannot {kind} ") and f"in '{tmp_path}'" in first, first
+    assert " at position " in first and "[Errno 5]" in first, first
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

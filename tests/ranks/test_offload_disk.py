@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_zero
@@ -119,6 +120,29 @@ def test_a_step_moves_24_bytes_of_each_parameter_and_an_evaluation_none_of_them(
         assert held[Place.HOST] <= 2 * 3 * whole_pages(slice_)
 
 
+def _read_in_backward(folder):
+    """Bytes that a backward pass and the step behind it have read, and the bytes of a step."""
+    model, optimizer, engine = shard(folder, offload_buffer_count=2)
+    train(model, optimizer, engine, 2)
+    found = []
+    for _ in range(2):
+        begin = moved(engine, settles=False)["read"]
+        loss = model(torch.randn(2, WIDTH)).square().mean()
+        before = moved(engine, settles=False)["read"]
+        engine.backward(loss)
+        behind = moved(engine, settles=False)["read"]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((behind - before, moved(engine, settles=False)["read"] - begin))
+    return found[1]
+
+
+def test_backward_reads_what_buffers_hold_of_the_next_steps_states(tmp_path):
+    units, slots, states = 5, 2, 3 * 4 * WIDTH * WIDTH // 2
+    for found in run_ranks(_read_in_backward, tmp_path):
+        assert found == (slots * states, units * states)
+
+
 def _memory(folder, places):
     """Anonymous memory after some steps, without what only the C library keeps; in fp32, masters may be weights."""
     options = {"offload_buffer_count": 2, "mixed_precision": "bf16"}
@@ -189,6 +213,27 @@ def test_a_full_disk_is_an_error_on_all_ranks_before_training(disk, depth, when)
     assert first == second and first is not None
     assert first.startswith("rank ") and f"'{disk}' has no room" in first and "are free (No space left" in first
     assert os.statvfs(disk).f_bfree * os.statvfs(disk).f_frsize == SIZE
+
+
+def _without_a_file(folder):
+    if dist.get_rank() == 1:
+
+        def fail(place):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+        direct_file._open_unnamed = fail
+    with pytest.raises(ZeroRuntimeError) as caught:
+        shard(folder)
+    gc.collect()
+    return str(caught.value), _held(folder)
+
+
+def test_a_folder_that_one_rank_does_not_have_is_an_error_on_all(tmp_path):
+    first, second = run_ranks(_without_a_file, tmp_path, timeout=60)
+    assert first == second
+    message, held = first
+    assert message.startswith(f"rank 1: no file can be made in '{tmp_path}': No such file"), message
+    assert held == ([], [])
 
 
 def _fail(folder, call):
