@@ -39,7 +39,7 @@ LIMITS = {
     "planning": 2850,  # 130 for ranks that share batches, 200 for the search, 350 for tiles, activations, optimizers
     "releases": 15,
     "run": 25,
-    "tools": 990,  # 225 lines draw the page of a run, 225 measure a machine
+    "tools": 1030,  # 225 lines draw the page of a run, 265 measure a machine
     "trl": 1,
     "verify": 1740,
 }

@@ -112,6 +112,8 @@ _WITHOUT_MEMORY = {
     *("detach", "resize_", "_unsafe_view"),
 }
 COLLECTIVES = ("_c10d_functional", "c10d")  # whose operations are moves
+# Operations that write to a tensor what does not depend on its values.
+_FILLING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 # Operations that read as much of a tensor as they write.
 _PICKING = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
 
@@ -135,12 +137,15 @@ class _Operations(TorchDispatchMode):
             self._events.append(Read())
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not _touches_memory(func):
-            return result
-        operation = _operation(func, args, kwargs, _tensors(result))
+        operation = describe(func, args, kwargs, result)
         if operation is not None:
             self._events.append(operation)
         return result
+
+
+def describe(func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> Operation | None:
+    """What an operation costs; None where it only makes a view or room."""
+    return _operation(func, args, kwargs, _tensors(result)) if _touches_memory(func) else None
 
 
 @functools.cache
@@ -177,7 +182,8 @@ def _attention_flops(name: str, read: list[Tensor], args: tuple, kwargs: dict) -
 
 def _nbytes(func: torch._ops.OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> int:
     """What is read and written, each range of memory once for either."""
-    if func.overloadpacket.__name__ in _PICKING:
+    name = func.overloadpacket.__name__
+    if name in _PICKING:
         return 2 * sum(nbytes for _, nbytes in map(_range, made))
     read: dict[tuple[int, int], int] = {}
     written = dict(map(_range, made))
@@ -185,7 +191,7 @@ def _nbytes(func: torch._ops.OpOverload, args: tuple, kwargs: dict, made: list[T
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         ranges = dict(map(_range, _tensors(value)))
         changes = argument.alias_info is not None and argument.alias_info.is_write
-        if not (changes and argument.name == "out"):
+        if not (changes and (argument.name == "out" or name in _FILLING)):
             read.update(ranges)
         if changes:
             written.update(ranges)

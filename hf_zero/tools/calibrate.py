@@ -8,14 +8,14 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 
 import psutil
 import torch
 import yaml
-from torch import multiprocessing, nn
+from torch import Tensor, multiprocessing, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,10 +24,14 @@ from hf_zero.comm.process_groups import join
 from hf_zero.errors import ZeroRuntimeError
 
 
-_LARGE, _TOKENS, _WIDTH = 1024, 128, 768  # of products of matrices: large ones, and those of a short batch
-_CACHED, _UNCACHED = 1 << 16, 1 << 22  # elements
+_LARGE, _TOKENS, _WIDTH = 512, 128, 768  # of products of matrices: large ones, and those of a short batch
+_UNCACHED = 1 << 23  # elements of tensors that no cache holds
+_ACTIVATIONS = 32  # pairs of tensors that operations take in turn
+_ACTIVATION_BYTES = 16 << 20  # operations on fewer bytes are those on activations
 _SMALL, _BIG = 1 << 14, 1 << 22  # elements of each rank's message
 _ATTENTION_PASSES = 3.5  # products of forward and backward over those of forward, as the planner counts them
+_ROUNDS = 3
+_LONG = 0.1  # seconds of an action that warming up makes no difference to
 _LAYERS = 8  # of the small network that shows what an operation costs the host
 _TINY = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
 
@@ -35,12 +39,17 @@ _TINY = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vo
 def calibrate(ranks: int) -> str:
     """A machine's description as YAML, measured by `ranks` processes that share its cores.
 
-    Raises ZeroRuntimeError where a process fails, and on machines with GPUs.
+    Raises ZeroRuntimeError where a process fails, for more ranks than cores, and on machines with GPUs.
     """
     if torch.cuda.is_available():
         raise ZeroRuntimeError(
             "calibrating measures CPU ranks only: for GPUs copy the nearest of hf_zero/planning/machines/*.yaml and "
             "put your own numbers in"
+        )
+    if ranks > (cores := os.cpu_count() or 1):
+        raise ZeroRuntimeError(
+            f"{ranks} ranks would wait for each other on {cores} cores: calibrate with --num-processes {cores}; a "
+            "plan for more ranks shares the cores out itself"
         )
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -50,61 +59,104 @@ def calibrate(ranks: int) -> str:
         return _describe(ranks, [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)])
 
 
-def _describe(ranks: int, measured: list[dict]) -> str:
-    """The slowest rank's figures: a step waits for it."""
-    source = (
-        f"measured {date.today().isoformat()} by hf-zero doctor --calibrate, torch {torch.__version__}, {ranks} ranks"
-    )
-    slowest = {
-        key: {name: min(one[key][name] for one in measured) for name in values}
-        if isinstance(values, dict)
-        else (max if key in _SECONDS else min)(one[key] for one in measured)
-        for key, values in measured[0].items()
+def _describe(ranks: int, measured: list[list[Figures]]) -> str:
+    """The median over rounds of the slowest rank's figures, for which a step waits."""
+    rounds = [_slowest(of_ranks) for of_ranks in zip(*measured, strict=True)]
+    found = {
+        key: {name: statistics.median(one[key][name] for one in rounds) for name in values}
+        for key, values in rounds[0].items()
     }
+    single = found.pop("")
+    for share in ("small_share", "attention_share"):
+        found[share] = {dtype: rate / found["flops"][dtype] for dtype, rate in found[share].items()}
+    source = (
+        f"measured {date.today().isoformat()} by hf-zero doctor --calibrate, torch {torch.__version__}, {ranks} ranks,"
+        f" median of {len(rounds)} rounds"
+    )
     values = {
         "name": f"{platform.node()}: {ranks} ranks on {os.cpu_count()} cores",
         "ranks_per_node": ranks,
         "host_computes": True,
         "memory": psutil.virtual_memory().total // ranks,
-        **{key: {"value": value, "source": source} for key, value in slowest.items()},
+        **{key: {"value": value, "source": source} for key, value in (found | single).items()},
+        "error": {
+            "value": spread(rounds),
+            "source": f"{source}: how far the rounds are apart, not how good the model",
+        },
     }
     return yaml.safe_dump(values, sort_keys=False)
 
 
+# What one rank finds in one round: rates and seconds, those of one kind together; "" is for all that stand alone.
+Figures = dict[str, dict[str, float]]
 _SECONDS = {"launch", "node_latency", "net_latency", "read_latency", "contention"}
+_SMALL_PARTS = {"node_latency", "net_latency", "read_latency", "contention", "cache_bytes"}  # of a step
+
+
+def _slowest(of_ranks: Iterable[Figures]) -> Figures:
+    first, *_ = of_ranks = list(of_ranks)
+    return {
+        key: {name: (max if name in _SECONDS else min)(one[key][name] for one in of_ranks) for name in values}
+        for key, values in first.items()
+    }
+
+
+def spread(rounds: list[Figures]) -> float:
+    """By what share a step's seconds may differ from those with median figures, in the worst round for each part.
+
+    A step is a sum of parts, products, memory, operations and so on; where each is right within a share, so is it.
+    Operations count as one part: the seconds that all of them take together.
+    """
+    parts: list[list[float]] = []  # rates or seconds of one part, by round
+    for key, values in rounds[0].items():
+        if key == "rates":
+            parts.append([sum(1 / rate for rate in one[key].values()) for one in rounds])
+        else:
+            parts += [[one[key][name] for one in rounds] for name in values if name not in _SMALL_PARTS]
+    medians = [statistics.median(part) for part in parts]
+    return max(
+        max(max(part) / median, median / min(part)) - 1 for part, median in zip(parts, medians, strict=True) if median
+    )
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def _seconds(action: Callable[[], object], least: float = 0.05) -> float:
-    """The median time of an action that is repeated for a while."""
+    """The median time of an action that is repeated for a while.
+
+    One thread's CPU time does not grow with other work on the machine; that of several says nothing about how long
+    they take.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
     action()
-    times, began = [], time.perf_counter()
-    while len(times) < 5 or time.perf_counter() - began < least:
-        start = time.perf_counter()
+    if (first := clock() - began) > _LONG:
+        return first
+    times, began = [], clock()
+    while len(times) < 5 or clock() - began < least:
+        start = clock()
         action()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 
-def _products() -> dict[str, dict[str, float]]:
-    """FLOP/s of large products, and what share of that a short batch's products and attention reach, by dtype."""
-    found: dict[str, dict[str, float]] = {"flops": {}, "small_share": {}, "attention_share": {}}
+def _products() -> Figures:
+    """FLOP/s of products, large ones and those of a short batch, and of its attention, by dtype."""
+    found: Figures = {"flops": {}, "small_share": {}, "attention_share": {}}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        large = torch.randn(_LARGE, _LARGE, dtype=dtype)
-        found["flops"][name] = rate = 2 * _LARGE**3 / _seconds(lambda large=large: large @ large)
-        found["small_share"][name] = _small_products(dtype) / rate
-        found["attention_share"][name] = _attention(dtype) / rate
+        found["flops"][name] = _layer_products(_LARGE, _LARGE, dtype)
+        found["small_share"][name] = _layer_products(_TOKENS, _WIDTH, dtype)
+        found["attention_share"][name] = _attention(dtype)
     return found
 
 
-def _small_products(dtype: torch.dtype) -> float:
+def _layer_products(tokens: int, width: int, dtype: torch.dtype) -> float:
     """FLOP/s of a linear layer's three products: forward, and the gradients of input and weight."""
-    x, weight = torch.randn(_TOKENS, _WIDTH, dtype=dtype), torch.randn(2 * _WIDTH, _WIDTH, dtype=dtype)
-    gradient = torch.randn(_TOKENS, 2 * _WIDTH, dtype=dtype)
+    x, gradient = (torch.randn(tokens, width, dtype=dtype) for _ in range(2))
+    weight = torch.randn(width, width, dtype=dtype)
     products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return len(products) * 2 * _TOKENS * 2 * _WIDTH**2 / sum(map(_seconds, products))
+    return len(products) * 2 * tokens * width**2 / sum(map(_seconds, products))
 
 
 def _attention(dtype: torch.dtype) -> float:
@@ -117,58 +169,73 @@ def _attention(dtype: torch.dtype) -> float:
     return 2 * 8 * _TOKENS**2 * 64 * _ATTENTION_PASSES / _seconds(attend)
 
 
-def _memory() -> dict[str, object]:
-    """Bytes/s of a sum into new memory, out of caches and inside one."""
-    rates = {}
-    for key, numel in (("memory_rate", _UNCACHED), ("cache_rate", _CACHED)):
-        one, other = torch.zeros(numel), torch.ones(numel)
-        rates[key] = 3 * 4 * numel / _seconds(lambda one=one, other=other: one + other)
-    return {**rates, "cache_bytes": 12 * _CACHED}
+def _memory() -> float:
+    """Bytes/s of a sum in place that no cache holds, as the optimizer's are."""
+    one, other = torch.zeros(_UNCACHED), torch.ones(_UNCACHED)
+    return 3 * one.nbytes / _seconds(lambda: one.add_(other))
+
+
+# What is done to two equal tensors of a row per token, and how many of such tensors are read and written by that.
+_aten = torch.ops.aten
+_CALLS: dict[str, tuple[Callable[[Tensor, Tensor], object], float]] = {
+    "add": (torch.add, 3),
+    "mul": (torch.mul, 3),
+    "div": (lambda x, other: x.div(2.0), 2),
+    "neg": (lambda x, other: x.neg(), 2),
+    "pow": (lambda x, other: x.pow(2), 2),
+    "rsqrt": (lambda x, other: x.rsqrt(), 2),
+    "silu": (lambda x, other: _aten.silu(x), 2),
+    "silu_backward": (_aten.silu_backward, 3),
+    "gelu": (lambda x, other: _aten.gelu(x), 2),
+    "gelu_backward": (_aten.gelu_backward, 3),
+    "tanh": (lambda x, other: x.tanh(), 2),
+    "mean": (lambda x, other: x.mean(-1, keepdim=True), 1),
+    "sum": (lambda x, other: x.sum(-1, keepdim=True), 1),
+    "cat": (lambda x, other: torch.cat((x, other), -1), 4),
+    "slice_backward": (lambda x, other: _aten.slice_backward(x[:, ::2], x.shape, 1, 0, x.shape[1] // 2, 1), 1.5),
+    "clone": (lambda x, other: x.view(_TOKENS, 8, -1).transpose(0, 1).contiguous(), 2),
+    "_softmax": (lambda x, other: x.softmax(-1), 2),
+    "_log_softmax": (lambda x, other: x.log_softmax(-1), 2),
+    "_log_softmax_backward_data": (lambda x, other: _aten._log_softmax_backward_data(other, x, -1, x.dtype), 3),
+}
 
 
 def _operations() -> dict[str, float]:
-    """Bytes/s of operations on values in a cache, by ATen's name: what is read and written over the time."""
-    aten = torch.ops.aten
+    """Bytes/s of operations by ATen's name: what is read and written over the time.
+
+    [Note: warm] A network's operations find little of what they read in the nearest caches, and write to memory that
+    something else had before. One tensor that is read again and again is several times faster.
+    """
     found = {}
     for suffix, dtype in (("", torch.float32), (" bf16", torch.bfloat16)):
-        x = torch.rand(_TOKENS, 512, dtype=dtype) + 0.5
-        flat, other = x.reshape(-1), torch.rand_like(x)
-        labels = torch.zeros(_TOKENS, dtype=torch.long)
-        weight = torch.tensor(float(_TOKENS), dtype=dtype)
+        ring = [
+            (torch.rand(_TOKENS, 512, dtype=dtype) + 0.5, torch.rand(_TOKENS, 512, dtype=dtype))
+            for _ in range(_ACTIVATIONS)
+        ]
+        nbytes = _ACTIVATIONS * ring[0][0].nbytes
+        for name, (call, tensors) in _CALLS.items():
+            found[name + suffix] = tensors * nbytes / _over(ring, call)
         wide = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-        calls: dict[str, tuple[Callable[[], object], int]] = {  # what is done, and how many tensors pass by
-            "add": (lambda x=x, other=other: x.add(other), 3),
-            "mul": (lambda x=x, other=other: x.mul(other), 3),
-            "neg": (lambda x=x: x.neg(), 2),
-            "pow": (lambda x=x: x.pow(2), 2),
-            "rsqrt": (lambda x=x: x.rsqrt(), 2),
-            "silu": (lambda x=x: aten.silu(x), 2),
-            "silu_backward": (lambda x=x, other=other: aten.silu_backward(other, x), 3),
-            "gelu": (lambda x=x: aten.gelu(x), 2),
-            "gelu_backward": (lambda x=x, other=other: aten.gelu_backward(other, x), 3),
-            "tanh": (lambda x=x: x.tanh(), 2),
-            "mean": (lambda x=x: x.mean(-1, keepdim=True), 1),
-            "sum": (lambda x=x: x.sum(-1, keepdim=True), 1),
-            "cat": (lambda x=x, other=other: torch.cat((x, other), -1), 4),
-            "_softmax": (lambda x=x: x.softmax(-1), 2),
-            "_log_softmax": (lambda x=x: x.log_softmax(-1), 2),
-            "_log_softmax_backward_data": (
-                lambda x=x, other=other, dtype=dtype: aten._log_softmax_backward_data(other, x, -1, dtype),
-                3,
-            ),
-            "nll_loss_backward": (
-                lambda x=x, labels=labels, weight=weight: aten.nll_loss_backward(
-                    weight / _TOKENS, x, labels, None, 1, -100, weight
-                ),
-                2,
-            ),
-            "linalg_vector_norm": (lambda flat=flat: torch.linalg.vector_norm(flat), 1),
-        }
-        for name, (call, tensors) in calls.items():
-            found[name + suffix] = tensors * x.nbytes / _seconds(call, least=0.02)
-        found["_to_copy" + suffix] = (2 + 4) * x.numel() / _seconds(lambda x=x, wide=wide: x.to(wide), least=0.02)
+        elements = nbytes // dtype.itemsize
+        found["_to_copy" + suffix] = (2 + 4) * elements / _over(ring, lambda x, other, wide=wide: x.to(wide))
+        labels = torch.zeros(_TOKENS, dtype=torch.long)
+        one = torch.ones((), dtype=dtype)
+        found["nll_loss_backward" + suffix] = (
+            2 * nbytes / _over(ring, lambda x, other, labels=labels, one=one: _nll_backward(x, labels, one))
+        )
+        flat = torch.ones(_UNCACHED, dtype=dtype)
+        found["linalg_vector_norm" + suffix] = flat.nbytes / _seconds(lambda flat=flat: torch.linalg.vector_norm(flat))
     found["_foreach_add"] = _adamw_rate()
     return found
+
+
+def _over(ring: list[tuple[Tensor, Tensor]], call: Callable[[Tensor, Tensor], object]) -> float:
+    """Seconds of a call for every pair, whose results stay until the last one, as a forward pass keeps them."""
+    return _seconds(lambda: [call(x, other) for x, other in ring], least=0.02)
+
+
+def _nll_backward(x: Tensor, labels: Tensor, one: Tensor) -> Tensor:
+    return _aten.nll_loss_backward(one, x, labels, None, 1, -100, one)
 
 
 def _adamw_rate() -> float:
@@ -265,16 +332,22 @@ def _measure(rank: int, ranks: int, folder: Path) -> None:
     """Write this rank's figures to the file of its number."""
     torch.manual_seed(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    figures: dict[str, object] = {"node_rate": 1.0, "net_rate": 1.0}  # of one rank, which has nobody to send to
     if ranks > 1:
         join("gloo", folder / "store", rank, ranks)
-        figures.update(_links())
-        figures["net_rate"], figures["net_latency"] = figures["node_rate"], figures["node_latency"]
-        figures["contention"] = _contention()
-    figures.update(_products())
-    figures.update(_memory())
-    figures["rates"] = _operations()
-    figures["launch"] = _launch()
+    rounds = [_round(ranks) for _ in range(_ROUNDS)]
+    (folder / str(rank)).write_text(json.dumps(rounds))
+
+
+def _round(ranks: int) -> Figures:
+    single = {"node_rate": 1.0, "net_rate": 1.0}  # of one rank, which has nobody to send to
+    if ranks > 1:
+        single.update(_links())
+        single["net_rate"], single["net_latency"] = single["node_rate"], single["node_latency"]
+        single["contention"] = _contention()
+    single["memory_rate"], single["launch"] = _memory(), _launch()
+    rates = _operations()
+    single["cache_rate"], single["cache_bytes"] = rates["add"], _ACTIVATION_BYTES
+    figures = {"": single, **_products(), "rates": rates}
     if ranks > 1:
         Communicator.connect().barrier()
-    (folder / str(rank)).write_text(json.dumps(figures))
+    return figures

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 from hf_zero import ZeroConfig
 from hf_zero.cli import main
+from hf_zero.errors import ZeroRuntimeError
 from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
 from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Read, Wait
 from hf_zero.planning.model import BatchShape, build
@@ -17,6 +19,7 @@ from hf_zero.planning.progress import silent
 from hf_zero.planning.step_time import Run, compare, fastest, whole_run
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
+from hf_zero.tools.calibrate import calibrate, spread
 
 
 STEP = Mark("step")
@@ -150,7 +153,37 @@ def test_small_rings_take_the_time_of_their_steps():
     assert seconds == pytest.approx(14e-6 + (63 - 7) * 1.9e-6 + 7 * 4e-6, rel=0.01)
 
 
+def test_copies_and_fills_do_not_read_what_they_write_to():
+    log = Enqueued()
+    wide, narrow = torch.zeros(100), torch.zeros(100, dtype=torch.bfloat16)
+    with log.recording():
+        narrow.copy_(wide)
+        wide.zero_()
+        wide.add_(1.0)
+    assert [event.nbytes for event in log.events] == [400 + 200, 400, 2 * 400]
+
+
+def test_the_error_of_a_calibrated_machine_is_the_spread_of_its_rounds():
+    def figures(large, add, mul, launch, latency):
+        single = {"launch": launch, "node_latency": latency}
+        return {"": single, "flops": {"fp32": large}, "rates": {"add": add, "mul": mul}}
+
+    steady = figures(100.0, 1.0, 2.0, 1.0, 1.0)
+    assert spread([steady] * 3) == 0
+    # Latencies are a small part of a step; of operations counts what all of them take: 1.5 seconds here, and there.
+    other = figures(100.0, 2.0, 1.0, 1.0, 9.0)
+    assert spread([steady, steady, other]) == 0
+    assert spread([steady, steady, figures(80.0, 1.0, 2.0, 1.0, 1.0)]) == pytest.approx(0.25)
+    assert spread([steady, steady, figures(100.0, 1.0, 2.0, 1.5, 1.0)]) == pytest.approx(0.5)
+
+
 # -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_cores_are_not_calibrated_with():
+    cores = os.cpu_count() or 1
+    with pytest.raises(ZeroRuntimeError, match=rf"calibrate with --num-processes {cores}"):
+        calibrate(cores + 1)
 
 
 @pytest.mark.parametrize("name", machine_names())
