@@ -295,7 +295,10 @@ class DeepSpeed(Session):
 SYSTEMS: dict[str, tuple[type[Session], dict]] = {
     "single": (Session, {}),
     "ddp": (Ddp, {}),
+    "zero0": (Zero, {"stage": 0}),
+    "zero0-sent": (Zero, {"stage": 0, "sent": True}),
     "zero1": (Zero, {"stage": 1}),
+    "zero1-sent": (Zero, {"stage": 1, "sent": True}),
     "zero2": (Zero, {"stage": 2}),
     "zero2-sent": (Zero, {"stage": 2, "sent": True}),
     "zero2-local": (Zero, {"stage": 2, "local": True}),

@@ -5,7 +5,8 @@
     python benchmarks/benchmark_timeline.py published --output outputs/timeline
     python benchmarks/benchmark_timeline.py schedules
 
-`here` calibrates this machine once, trains with benchmarks/benchmark.py, and predicts the same steps.
+`here` calibrates this machine once, takes the times of steps (benchmarks/measure_steps.py) for so many minutes, and
+predicts the same steps; run again, it goes on where it ended.
 `links` does the same for two nodes with a slow link between them (benchmarks/benchmark_link.py, which needs root).
 `schedules` predicts what changes of the schedule would do on 8 to 1,024 GPUs.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from pathlib import Path
 import benchmark_link
 import yaml
 from benchmark_systems import build_model
+from measure_steps import LENGTH, all_settings, step_seconds, take
 from rich.console import Console
 from torch import nn
 from transformers import AutoConfig
@@ -39,13 +42,7 @@ from hf_zero.tools.calibrate import calibrate
 
 HERE = Path(__file__).parent
 # Systems of benchmark.py, with the stage and the way of moving that they stand for.
-SYSTEMS = {
-    "zero1": (1, True),
-    "zero2": (2, True),
-    "zero2-sent": (2, False),
-    "zero3": (3, True),
-    "zero3-sent": (3, False),
-}
+SYSTEMS = {f"zero{stage}{way}": (stage, not way) for stage in range(4) for way in ("", "-sent")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,42 +110,28 @@ def _model(type: str, **about: object) -> nn.Module:
 
 
 def here(args: argparse.Namespace) -> Iterator[Compared]:
-    """Seconds of a step on CPU ranks of this machine."""
-    calibrated = args.output / "machine.yaml"
-    if not calibrated.exists():
-        calibrated.write_text(calibrate(min(args.ranks)))
-    for size, ranks, precision, accumulation in itertools.product(
-        args.sizes, args.ranks, args.precision, args.accumulation
-    ):
-        measured = _train(args, size, ranks, precision, accumulation)
-        for system, seconds in measured.items():
-            yield _predicted(calibrated, system, size, ranks, precision, accumulation, seconds)
+    """Seconds of a step on CPU ranks of this machine; what was measured before is not measured again."""
+    machine = read_machine(str(_calibrated(args.output)))
+    settings = all_settings(args.sizes, args.ranks, args.precision, args.accumulation, args.systems)
+    file = args.output / "steps.jsonl"
+    take(settings, file, rounds=args.rounds, steps=args.steps, minutes=args.minutes)
+    measured = step_seconds(settings, file)
+    print(f"{len(measured)} of {len(settings)} settings are measured; run it again for more")
+    for setting, seconds in measured.items():
+        stage, reads = SYSTEMS[setting.system]
+        dtype = "bf16" if setting.precision == "bf16" else "no"
+        config = ZeroConfig(zero_stage=stage, mixed_precision=dtype, peer_memory=reads)
+        work = {"gpus": setting.ranks, "nodes": 1, "rows": 1, "length": LENGTH, "accumulation": setting.accumulation}
+        pace = predict(build_model(setting.size).to("meta"), machine, config, "gloo", work)
+        yield Compared(what=str(setting), measured=seconds, predicted=pace.timeline.seconds)
 
 
-def _train(args: argparse.Namespace, size: str, ranks: int, precision: str, accumulation: int) -> dict[str, float]:
-    """Median seconds of a step, by system; all systems in turn, round after round."""
-    folder = args.output / f"{size}-{ranks}-{precision}-{accumulation}"
-    if not (folder / "results.json").exists():
-        words = {"size": size, "ranks": ranks, "precision": precision, "accumulation": accumulation}
-        words |= {"rounds": args.rounds, "steps": args.steps, "output": folder}
-        command = [sys.executable, str(HERE / "benchmark.py"), "--systems", *args.systems]
-        subprocess.run([*command, *(f"--{key}={value}" for key, value in words.items())], check=True)
-    records = json.loads((folder / "results.json").read_text())["records"]
-    by_system = {}
-    for record in records:
-        by_system.setdefault(record["case"]["system"], []).append(record["wall"]["step"])
-    return {system: statistics.median(seconds) for system, seconds in by_system.items()}
-
-
-def _predicted(
-    calibrated: Path, system: str, size: str, ranks: int, precision: str, accumulation: int, seconds: float
-) -> Compared:
-    stage, reads = SYSTEMS[system]
-    config = ZeroConfig(zero_stage=stage, mixed_precision="bf16" if precision == "bf16" else "no", peer_memory=reads)
-    work = {"gpus": ranks, "nodes": 1, "rows": 1, "length": 128, "accumulation": accumulation}
-    pace = predict(build_model(size).to("meta"), read_machine(str(calibrated)), config, "gloo", work)
-    what = f"{size}, {ranks} ranks, {precision}, {accumulation} micro-batch(es), {system}"
-    return Compared(what=what, measured=seconds, predicted=pace.timeline.seconds)
+def _calibrated(folder: Path) -> Path:
+    """The description of this machine, measured with a rank on each core."""
+    path = folder / "machine.yaml"
+    if not path.exists():
+        path.write_text(calibrate(os.cpu_count() or 1))
+    return path
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -160,23 +143,18 @@ _ON_LINKS = ("hf_zero, stage 3", "hf_zero, nodes keep weights")
 def links(args: argparse.Namespace) -> Iterator[Compared]:
     """Seconds of a step of 2 x 2 CPU ranks of this machine, whose nodes are linked slowly."""
     of_node, size, work = benchmark_link.RANKS_OF_A_NODE, args.sizes[0], {"rows": 1, "length": 32, "accumulation": 8}
-    calibrated = args.output / "machine-of-4.yaml"
-    if not calibrated.exists():
-        calibrated.write_text(calibrate(2 * of_node))
+    # The ranks of a node share the link, and all ranks share the cores.
+    machine = read_machine(str(_calibrated(args.output))).shared_by(2 * of_node)
     for rate in RATES:
         rows = args.output / f"link-{rate}.json"
         if not rows.exists():
             command = [sys.executable, str(HERE / "benchmark_link.py"), "--size", size, "--rate", str(rate)]
             subprocess.run([*command, "--rows", *_ON_LINKS, "--output", str(rows)], check=True)
-        # The ranks of a node share the link, and every core is shared as it was when the machine was measured.
-        machine = read_machine(str(calibrated))
-        machine = replace(machine, ranks_per_node=of_node, net_rate=rate * 1e6 / of_node)
+        linked = replace(machine, ranks_per_node=of_node, net_rate=rate * 1e6 / of_node)
         for row in json.loads(rows.read_text()):
             settings = benchmark_link.ROWS[row["row"]]
             config = ZeroConfig(zero_stage=3, mixed_precision="bf16", node_size=of_node, **settings)
-            pace = predict(
-                build_model(size).to("meta"), machine, config, "gloo", {**work, "nodes": 2, "gpus": of_node}
-            )
+            pace = predict(build_model(size).to("meta"), linked, config, "gloo", {**work, "nodes": 2, "gpus": of_node})
             what = f"{size}, 2 x {of_node} ranks, {rate} MB/s, {row['row'].removeprefix('hf_zero, ')}"
             yield Compared(what=what, measured=row["seconds"], predicted=pace.timeline.seconds)
 
@@ -244,8 +222,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=15, help="`here` measures no longer than that")
     parser.add_argument("--output", type=Path, default=Path("outputs/timeline"))
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
