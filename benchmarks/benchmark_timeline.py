@@ -3,12 +3,10 @@
     python benchmarks/benchmark_timeline.py here --output outputs/timeline
     python benchmarks/benchmark_timeline.py links --output outputs/timeline
     python benchmarks/benchmark_timeline.py published --output outputs/timeline
-    python benchmarks/benchmark_timeline.py schedules
 
 `here` calibrates this machine once, takes the times of steps (benchmarks/measure_steps.py) for so many minutes, and
 predicts the same steps; run again, it goes on where it ended.
 `links` does the same for two nodes with a slow link between them (benchmarks/benchmark_link.py, which needs root).
-`schedules` predicts what changes of the schedule would do on 8 to 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -159,38 +157,6 @@ def links(args: argparse.Namespace) -> Iterator[Compared]:
             yield Compared(what=what, measured=row["seconds"], predicted=pace.timeline.seconds)
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-# What is changed of the schedule, and the settings that do it.
-SCHEDULES = {
-    "as it is": {},
-    "nothing gathered ahead": {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
-    "weights kept from forward to backward": {
-        "stage3_max_live_parameters": 10**12,
-        "stage3_max_reuse_distance": 10**12,
-    },
-    "reductions in 16 bit": {"communication_data_type": "bf16"},
-}
-
-
-def schedules() -> str:
-    """Step times of Llama-8B at stage 3 on H100s with other schedules: a table in Markdown."""
-    machine = read_machine("h100")
-    model = _model(**yaml.safe_load((HERE / "published.yaml").read_text())["models"]["llama-8b"])
-    lines = ["| GPUs | schedule | step, s | waits for gathers, ms | waits for reductions, ms |", "| --- " * 5 + "|"]
-    for gpus, (name, settings) in itertools.product((8, 64, 1024), SCHEDULES.items()):
-        config = ZeroConfig(zero_stage=3, mixed_precision="bf16", **settings)
-        work = {"gpus": 8, "nodes": gpus // 8, "rows": 1, "length": 4096}
-        timeline = predict(model, machine, config, "nccl", work).timeline
-        waits = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
-        for (kind, _), seconds in timeline.exposed.items():
-            if kind in waits:
-                waits[kind] += 1e3 * seconds
-        cells = [str(gpus), name, f"{timeline.seconds:.3f}", *(f"{wait:.1f}" for wait in waits.values())]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +182,7 @@ def show(found: list[Compared], unit: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("against", choices=("here", "links", "published", "schedules"))
+    parser.add_argument("against", choices=("here", "links", "published"))
     parser.add_argument("--sizes", nargs="+", default=["33m", "125m"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
@@ -228,9 +194,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/timeline"))
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    if args.against == "schedules":
-        Console(width=200).print(schedules(), markup=False)
-        return
     found = list({"here": here, "links": links, "published": published}[args.against](args))
     text = show(found, "tokens/s/GPU" if args.against == "published" else "s")
     (args.output / f"{args.against}.md").write_text(text + "\n")
