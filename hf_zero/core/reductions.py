@@ -14,8 +14,8 @@ class Reductions:
     """Reduces units last one first, which is about the order in which backward comes to them.
 
     Args:
-        overlap: reductions go on under what follows, up to about two layers' worth of elements at a time, and one
-            for each hop, so that every hop has a layer of backward to go on under.
+        overlap: reductions go on under what follows, up to two layers' worth of elements at a time (a larger one by
+            itself), and one for each hop, so that every hop has a layer of backward to go on under.
     """
 
     def __init__(self, units: Iterable[Unit], *, overlap: bool) -> None:
@@ -36,6 +36,8 @@ class Reductions:
         while self._next < len(self._queue):
             unit, gradient = self._queue[self._next]
             if not has_left(unit) or gradient.is_awaited:
+                if gradient.numel > self._room:  # what is made next is large by itself
+                    self.wait()
                 return
             self._next += 1
             self._begin(unit, gradient, to_owner)
@@ -44,11 +46,12 @@ class Reductions:
         if self._in_hops and gradient is unit.gradients[0]:
             for earlier in self._under_way:  # a layer of backward has gone by since its last hop
                 earlier.advance_reduce()
+        while self._under_way and self._numel + gradient.numel > self._room:
+            self._finish_oldest()
         gradient.begin_reduce(to_owner=to_owner)
         self._under_way.append(gradient)
         self._numel += gradient.numel
-        # The newest goes on, of whatever size.
-        while self._numel > self._room and len(self._under_way) > (1 if self._room else 0):
+        if not self._room:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

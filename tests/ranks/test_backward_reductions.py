@@ -317,13 +317,13 @@ def test_reductions_under_way_are_bounded_by_elements():
     moves = [line for line in log if line.startswith(("reduce", "done"))]
     assert moves[:8] == [
         "reduce head",
-        "reduce layers.7",
         "done head",
+        "reduce layers.7",
         "reduce layers.6",
-        "reduce layers.5",
         "done layers.7",
-        "reduce layers.4",
+        "reduce layers.5",
         "done layers.6",
+        "reduce layers.4",
     ], moves
 
 

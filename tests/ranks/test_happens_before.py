@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
 import hf_zero
@@ -22,7 +23,14 @@ from tests.ranks.test_property_trees import TreeNet, _trees
 from tests.support import zoo
 from tests.support.allocator import replay
 from tests.support.far_home import far_homes
-from tests.support.happens_before import Collective, Section, exposed_gathers, problems
+from tests.support.happens_before import (
+    Collective,
+    Compute,
+    Section,
+    exposed_gathers,
+    problems,
+    reductions_under_way,
+)
 from tests.support.late_lanes import late_homes
 from tests.support.matrix_optimizers import Lamb
 from tests.support.nets import Net, batches, seeded
@@ -33,6 +41,7 @@ from tests.support.recorder import RecordedLanes, record
 STEPS = 3
 STAGES = (0, 1, 2, 3)
 TRANSPORTS = ("nccl", "messages", "reads")
+WIDTH = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,6 +388,46 @@ def test_engines_on_disjoint_groups_do_not_meet(stage):
     assert problems(logs) == []
     members = [{event.members for event in log if isinstance(event, Collective)} for log in logs]
     assert members == [{(0, 1), (0, 1, 2, 3)}] * 2 + [{(2, 3), (0, 1, 2, 3)}] * 2, members
+
+
+class Words(nn.Module):
+    """Layers of one size between an embedding and a head that are larger than three of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1024, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 1024, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_reductions_under_way_hold_no_more_than_two_layers(stage):
+    """A larger one goes on by itself, and nothing does while the gradient of a larger one is made."""
+
+    def program(recording):
+        model = Words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = recording.shard(model, optimizer, zero_stage=stage)
+        for _ in range(2):
+            engine.backward(model(torch.arange(4)).square().mean())
+            optimizer.step()
+
+    for log in record(program):
+        layer, large = (numel * 4 * 3 // 2 for numel in (WIDTH * WIDTH, 1024 * WIDTH))  # sums over 2 ranks beside it
+        moments = [held for _, held in reductions_under_way(log)]
+        assert 2 * layer in moments and {held for held in moments if held > 2 * layer} <= {large}, set(moments)
+        made = [
+            held
+            for event, held in reductions_under_way(log)
+            if isinstance(event, Compute) and event.name == "embedding_dense_backward"
+        ]
+        assert made == [0, 0]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -297,3 +298,15 @@ def exposed_gathers(log: Log) -> dict[str, list[str]]:
             case Wait(collective) if launched.get(collective) == work:
                 found[section].setdefault(work, []).append(collective.label)
     return {name: [" + ".join(labels) for labels in places.values()] for name, places in found.items()}
+
+
+def reductions_under_way(log: Log) -> Iterator[tuple[Event, float]]:
+    """Every event, and the bytes that reductions hold which have been launched by then and not waited for."""
+    held: dict[Collective, float] = {}
+    for event in log:
+        match event:
+            case Collective(kind="reduce-scatter" | "all-to-all"):
+                held[event] = sum(region.end - region.begin for region in (*event.reads, *event.writes))
+            case Wait(collective):
+                held.pop(collective, None)
+        yield event, sum(held.values())
