@@ -12,6 +12,8 @@ class Link(Enum):
     NODE = "inside a node"
     NET = "between nodes"
 
+    __hash__ = object.__hash__  # each move is counted by link, and that of `Enum` is a function in Python
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:

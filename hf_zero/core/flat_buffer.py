@@ -64,6 +64,7 @@ class FlatBuffer:
         self.mesh, self.comm, self.homes, self.device = mesh, mesh.world, homes, homes.device.device
         self.sharded = placements.parameter is Placement.SHARDED
         self.at_rest = placements.at_rest(trainable)  # how the exact values are placed
+        self._gathers = MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER
         self.parts = TensorParts(names, params, mesh)
         alignment = math.lcm(mesh.block, ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = FlatLayout(self.parts.local_shapes, mesh.topology.shards, alignment, cuts=mesh.cuts)
@@ -299,10 +300,8 @@ class FlatBuffer:
         return self.resting.courier.send(functools.partial(self._send, sources))
 
     def _send(self, kept: Sequence[Tensor]) -> Work:
-        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
-            move = self.mesh.gather if self.sharded else self.mesh.gather_all
-            return move(self.unsharded, self.tag, kept)
-        return Work()
+        move = self.mesh.gather if self.sharded else self.mesh.gather_all
+        return move(self.unsharded, self.tag, kept) if self._gathers else Work()
 
     @property
     def _sent_quantised(self) -> bool:
@@ -354,7 +353,7 @@ class FlatBuffer:
         for shard, value in values:
             if value is not None:
                 own[shard.start : shard.stop] = value
-        if MOVES[self.at_rest, Placement.REPLICATED] is Move.ALL_GATHER:
+        if self._gathers:
             self.mesh.gather_all(flat, self.tag, ()).wait()
 
     # -- writes from outside --------------------------------------------------------------------------------------

@@ -67,8 +67,7 @@ class GradientSums:
 
     def add(self, index: int, grad: Tensor, *, shared: bool = False) -> None:
         """Add a gradient to that of its parameter; others may have its memory (`shared`), or it is given away."""
-        numel = grad.numel()
-        if self._in_place or numel in (0, self._layout.padded_numel):
+        if self._in_place or grad.numel() in (0, self._layout.padded_numel):
             if index in self._sums:
                 self.widened(index).add_(grad.reshape(-1))
             else:
@@ -79,7 +78,7 @@ class GradientSums:
         if index in self._waiting:
             self.bring()
         self._waiting[index] = grad.reshape(-1)
-        self._waiting_numel += numel
+        self._waiting_numel += grad.numel()
         if self._waiting_numel >= self._most or shared:
             self.bring()
 

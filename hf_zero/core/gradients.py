@@ -90,7 +90,7 @@ class GradientBuffer:
         self._arrived.add(index)
         self.used.add(index)
         self._sums.add(index, grad, shared=index in self._shared)
-        if len(self._arrived) == len(self._all):
+        if not self._route.takes_parts and len(self._arrived) == len(self._all):
             self._sums.bring()
 
     def begin_reduce(self, *, to_owner: bool = True) -> None:

@@ -359,12 +359,16 @@ def is_prepared(param: Tensor) -> TypeGuard[nn.Parameter]:
 def lock(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         kind: Any = type(param)
-        param.__class__ = kind._zero_guarded if issubclass(kind, ReadyParameter) else _guarded_wrapper(kind)
+        if kind is ReadyParameter:  # almost all are, and each is locked in every pass
+            param.__class__ = GuardedParameter
+        else:
+            param.__class__ = kind._zero_guarded if issubclass(kind, ReadyParameter) else _guarded_wrapper(kind)
 
 
 def unlock(params: Iterable[nn.Parameter]) -> None:
     for param in params:
-        param.__class__ = getattr(type(param), "_zero_ready", type(param))
+        kind: Any = type(param)
+        param.__class__ = ReadyParameter if kind is GuardedParameter else getattr(kind, "_zero_ready", kind)
 
 
 def point_to(param: nn.Parameter, view: Tensor) -> None:

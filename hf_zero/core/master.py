@@ -282,6 +282,11 @@ class MasterShard(GradientShard):
     def owes(self) -> bool:
         return self._debt is not None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `pay` does something, or raises."""
+        return self._debt is not None or self._failure is not None
+
     def owe(self, step: Callable[[], None], grad: Tensor) -> None:
         """Have `step`, which needs `grad`, called once and inside `open`, before anybody sees the values again."""
         assert self._debt is None, "a shard owes one step at a time"

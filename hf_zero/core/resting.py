@@ -204,9 +204,11 @@ class Resting:
 
     def settle(self) -> None:
         """Make the steps that masters owe."""
-        with self._homes.failures.late():
-            for shard in self.masters:
-                shard.pay()
+        due = [shard for shard in self.masters if shard.is_due]
+        if due:
+            with self._homes.failures.late():
+                for shard in due:
+                    shard.pay()
 
     def exact(self, *, write: bool, closed: bool, in_memory: bool | None) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, values) of the best values there are here; see `FlatBuffer.exact`."""
