@@ -37,6 +37,9 @@ from hf_zero.errors import ZeroConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# Adapters with at most this share of the frozen elements beside them stay whole on every rank.
+_SMALL_ADAPTERS = 0.01
+
 # Message tags of one unit's buffers; they need to differ among what is under way at one time only.
 _TAGS_PER_UNIT = 64
 
@@ -162,6 +165,16 @@ def default_device(model: nn.Module, backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and "nccl" in backend else own
 
 
+def _adapters(model: nn.Module) -> Set[nn.Parameter]:
+    """Trained parameters that are next to nothing beside frozen ones, which are gathered apart from them.
+
+    So each unit would need a second gather, which takes as long as an empty one.
+    """
+    frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    trained = {param for param in model.parameters() if param.requires_grad}
+    return trained if sum(param.numel() for param in trained) <= _SMALL_ADAPTERS * frozen else frozenset()
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitBuilder:
     """Makes units from plans, all with the same placements, precision and limits."""
@@ -177,17 +190,18 @@ class UnitBuilder:
     unsharded: Tally = field(default_factory=Tally)
 
     def persistence(self, model: nn.Module) -> Callable[[nn.Parameter], bool] | None:
-        """Which parameters stay whole at stage 3: the small ones, up to the cap on all of them together."""
-        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
-        if self.placements.parameter is not Placement.SHARDED or not threshold:
+        """Which parameters stay whole at stage 3: small ones and adapters, up to the cap on all of them together."""
+        if self.placements.parameter is not Placement.SHARDED:
             return None
+        threshold = self.config.elements("stage3_param_persistence_threshold", 4)
+        adapters = _adapters(model) if self.trainable else frozenset()
         chosen: set[nn.Parameter] = set()
         room = self.config.stage3_model_persistence_threshold or math.inf
         for param in model.parameters():
-            if param.numel() < threshold and param.numel() <= room:
+            if (param.numel() < threshold or param in adapters) and param.numel() <= room:
                 chosen.add(param)
                 room -= param.numel()
-        return chosen.__contains__
+        return chosen.__contains__ if chosen else None
 
     @property
     def largest_unit(self) -> float:
