@@ -35,6 +35,8 @@ class _Found:
 
     def read(self) -> bool:
         """Waits for the device to come as far as the norm, and not for what it was told to do since."""
+        if self.flag.is_meta:  # a plan has no values
+            return False
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._host.numpy())
@@ -71,7 +73,7 @@ class StepControl:
         self._quantised = mesh.quantised
         self._measured: Tensor | None = None  # errors of quantised messages in this step
         self.checks, self.max_consecutive_skips = checks, max_consecutive_skips
-        self.late = device.type == "cuda" and scaler is None
+        self.late = device.type in ("cuda", "meta") and scaler is None
         self._skipped = False
         self._found: _Found | None = None  # about the last step, if the host has not looked yet
         self._gradients: list[GradientBuffer] = []
@@ -203,11 +205,14 @@ class StepControl:
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer, groups: list[list[MasterShard]]) -> bool:
     """Whether nothing changes where `found_inf` is 1. (Fused SGD leaves new momentum without values then.)"""
-    return (
-        type(optimizer).__bases__[-1] in (torch.optim.Adam, torch.optim.AdamW)
-        and all(group["fused"] for group in optimizer.param_groups)
-        and all(shard.place is Place.DEVICE for shards in groups for shard in shards)
-    )
+    is_adam = type(optimizer).__bases__[-1] in (torch.optim.Adam, torch.optim.AdamW)
+    by_itself = all(group["fused"] for group in optimizer.param_groups) if is_adam else _stands_for_fused(optimizer)
+    return by_itself and all(shard.place is Place.DEVICE for shards in groups for shard in shards)
+
+
+def _stands_for_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the planner says so of an optimizer that takes the place of one."""
+    return getattr(optimizer, "stands_for_fused", False)
 
 
 def skipped_params(shards: Iterable[MasterShard], gradients: list[GradientBuffer]) -> dict[MasterShard, SkippedParams]:

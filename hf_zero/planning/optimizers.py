@@ -38,11 +38,13 @@ class Kept:
         flat: tensors like the weight, of each weight that is stepped in slices.
         whole: says what is kept for a matrix of a shape, where these are stepped whole (None: they are not).
         vectors: whether what is no matrix is stepped whole, too.
+        fused: whether a device leaves its step out by itself where a gradient is inf or nan, as it does fused Adam's.
     """
 
     flat: int = 2
     whole: Callable[[tuple[int, ...]], Sizes] | None = None
     vectors: bool = False
+    fused: bool = False
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def kept_by(name: str) -> Kept:
     Raises PlanError where there is none, and where it cannot be tried.
     """
     if name in _FLAT:
-        return Kept(flat=_FLAT[name])
+        return Kept(flat=_FLAT[name], fused=name in ("adamw", "adam"))
     make = _maker(name)
     matrix = _made(make, name, torch.zeros(8, 4))
     options = matrix.param_groups[0]

@@ -137,8 +137,9 @@ class _PlannedOptimizer(torch.optim.Optimizer):
     A group that is `whole` takes steps by what the whole tensor is, and says by shape what it keeps.
     """
 
-    def __init__(self, groups: list) -> None:
+    def __init__(self, groups: list, fused: bool) -> None:
         super().__init__(groups, {"lr": 0.1, "states": 0, "whole": None})
+        self.stands_for_fused = fused
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -196,7 +197,7 @@ def _trace(share: Sharing, scenario: Scenario, inputs: dict[str, Any] | None, lo
         )
     try:
         share.join(engine)
-        optimizer = _PlannedOptimizer(_groups(model, scenario))
+        optimizer = _PlannedOptimizer(_groups(model, scenario), scenario.kept.fused and scenario.backend == "nccl")
         with meter:
             engine.attach_optimizer(optimizer)
         released = [buffer for buffer in engine.buffers if buffer.sharded]

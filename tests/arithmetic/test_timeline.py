@@ -14,6 +14,7 @@ from hf_zero.errors import ZeroRuntimeError
 from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
 from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Read, Wait
 from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.plan import Request
 from hf_zero.planning.progress import silent
 from hf_zero.planning.step_time import Run, compare, fastest, whole_run
@@ -286,6 +287,17 @@ def _log(model, stage, backend="nccl", **config):
 def _last_step(log):
     marks = [number for number, event in enumerate(log.events) if event == STEP]
     return log.events[marks[-2] : marks[-1]]
+
+
+@pytest.mark.parametrize("optimizer, times", [("adamw", 0), ("sgd", 1)])
+def test_a_step_of_fused_adam_in_bf16_never_waits_for_the_device(model, optimizer, times):
+    """Whether a gradient is inf or nan stays there. SGD has no such step, so the host asks."""
+    log, batch = Enqueued(), BatchShape(rows=1, length=8)
+    config = ZeroConfig(zero_stage=3, mixed_precision="bf16")
+    trace(model, Scenario(config=config, world_size=4, batch=batch, kept=kept_by(optimizer)), log=log)
+    events = _last_step(log)
+    # (In forward, transformers asks whether a mask has any padding.)
+    assert sum(isinstance(event, Read) for event in events[events.index(Mark("optimizer")) :]) == times
 
 
 @pytest.mark.slow
