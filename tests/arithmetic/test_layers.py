@@ -39,8 +39,8 @@ LAYERS = {
 
 # Inside these packages the same holds for files: a file imports only from rungs before its own.
 LADDERS = {
-    "comm": """topology watchdog peer_memory codec process_groups local_part | dtensors | feedback | meter |
-        traffic work | sums | transport | transport.alone transport.group | transport.nccl transport.messages |
+    "comm": """topology watchdog peer_memory codec process_groups local_part gloo_threads | dtensors | feedback |
+        meter traffic work | sums | transport | transport.alone transport.group | transport.nccl transport.messages |
         transport.reads | transport.counting | communicator | mesh""",
     "core": """wrappers |
         placement courier direct_file disk_failures layout guard heap hooks outputs loss_scale twins

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.comm.gloo_threads import rest_at_exit
 from hf_zero.comm.transport import Transport
 from hf_zero.comm.work import Handle, Tag
 from hf_zero.errors import ZeroRuntimeError
@@ -28,6 +29,7 @@ class GroupTransport(Transport):
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        rest_at_exit()  # whatever the backend: objects and tensors on CPU travel through gloo
 
     def split(self, groups: Sequence[Sequence[int]]) -> GroupTransport:
         backend = dist.get_backend(self.group)
