@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
-from tests.arithmetic.test_demo_data import RECIPE, ROOT, load_script, prepare
+from tests.arithmetic.test_demo_data import ROOT, load_script, prepare
+from tests.support.demo_recipe import write_small_recipe
 from tests.support.harness import LIMIT
 
 
@@ -115,21 +115,6 @@ def test_resume_takes_what_was_asked_for_else_the_newest(sft, tmp_path):
     assert sft.find_checkpoint(arguments) == "elsewhere"
 
 
-def _small_recipe(tmp_path):
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe |= {
-        "dataset_name": str(tmp_path / "data"),
-        "model_name_or_path": str(tmp_path / "base"),
-        "output_dir": str(tmp_path / "sft"),
-        "max_steps": 3,
-        "logging_steps": 1,
-    }
-    recipe["demo"] |= {"train_examples": 96, "test_examples": 8}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
 def run(*command, **environment):
     result = subprocess.run(
         [str(word) for word in command],
@@ -161,7 +146,7 @@ def test_runs_differ_where_a_loss_does_or_is_missing(other, apart):
 
 @pytest.mark.slow
 def test_the_offload_demo_compares_two_runs_on_a_small_recipe(tmp_path):
-    recipe = _small_recipe(tmp_path)
+    recipe = write_small_recipe(tmp_path)
     status, output = run(sys.executable, "scripts/prepare_demo.py", "--config", recipe)
     assert status == 0, output
     words = ["--config", recipe, "--disk", tmp_path, "--output", tmp_path / "offload", "--no-accuracy"]
@@ -184,7 +169,7 @@ def test_the_offload_demo_compares_two_runs_on_a_small_recipe(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_commands_run_twice_on_a_small_recipe(tmp_path):
-    path = _small_recipe(tmp_path)
+    path = write_small_recipe(tmp_path)
 
     accelerate_file = "recipes/accelerate_configs/zero3.yaml"
     launch = [BIN / "accelerate", "launch", "--config_file", accelerate_file, "--num_processes", "2"]

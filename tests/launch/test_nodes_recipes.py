@@ -6,10 +6,10 @@ import socket
 import sys
 
 import pytest
-import yaml
 from safetensors import safe_open
 
-from tests.arithmetic.test_demo_data import RECIPE, ROOT
+from tests.arithmetic.test_demo_data import ROOT
+from tests.support.demo_recipe import write_small_recipe
 from tests.support.launches import ACCELERATE, RECIPES, run
 
 
@@ -17,20 +17,7 @@ from tests.support.launches import ACCELERATE, RECIPES, run
 def demo(tmp_path_factory):
     """The demo's model with little data, and three steps of two micro-batches to be made with it."""
     folder = tmp_path_factory.mktemp("demo")
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe |= {
-        "dataset_name": str(folder / "data"),
-        "model_name_or_path": str(folder / "base"),
-        "output_dir": str(folder / "sft"),
-        "max_steps": 3,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "do_eval": False,
-    }
-    recipe["demo"] |= {"train_examples": 96, "test_examples": 8}
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path = write_small_recipe(folder, gradient_accumulation_steps=2, per_device_train_batch_size=2, do_eval=False)
     (output,), (status,) = run((sys.executable, ROOT / "scripts/prepare_demo.py", "--config", path), folder=folder)
     assert status == 0, output
     return path

@@ -13,7 +13,6 @@ import hf_zero
 from hf_zero.comm.communicator import Communicator
 from hf_zero.core.engine import ZeroEngine
 from hf_zero.errors import ZeroConfigError
-from hf_zero.planning.compare import compare
 from tests.ranks.test_extents import NODES, REPLICAS, _files, _save
 from tests.ranks.test_owned import Case, check
 from tests.ranks.test_plain_checkpoints import _go_on
@@ -21,6 +20,7 @@ from tests.support import zoo
 from tests.support.harness import distributed, run_ranks
 from tests.support.nets import Net, batches, micro, seeded
 from tests.support.networks import NETWORKS
+from tests.support.planned import check_resident
 from tests.support.reference import ADAMW, SGD, Plan, check_stages, whole_weights
 
 
@@ -218,9 +218,7 @@ def test_the_first_rank_holds_what_was_planned(stage):
     optimizer.zero_grad()
     engine.settle()
     if dist.get_rank() == 0:
-        inputs = {name: value.to("meta") for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        found = compare(model, inputs, measured_peak=0, accumulation=1)
-        assert abs(found.predicted_resident / found.measured_resident - 1) < 0.01, str(found)
+        check_resident(model, batch)
 
 
 @distributed(world_size=2)
