@@ -93,6 +93,10 @@ def size(at_least: int) -> Kind:
     return _kind(values.to_size, allowed, expected, shown="size", auto=True, counts=True)
 
 
+def machine() -> Kind:
+    return _kind(values.to_path, lambda value: isinstance(value, str), "a machine's name or file", shown="name, file")
+
+
 def folder() -> Kind:
     return _kind(values.to_path, lambda value: isinstance(value, str), "the path of a folder", shown="folder")
 

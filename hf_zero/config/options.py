@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_zero.config import values
-from hf_zero.config.declare import Option, choice, folder, number, option, section, size, switch, whole
+from hf_zero.config.declare import Option, choice, folder, machine, number, option, section, size, switch, whole
 from hf_zero.config.origin import Origin
 from hf_zero.config.sharding import STAGE3, Auto, ShardingOptions, Size, stage3_names
 
@@ -187,6 +187,14 @@ class Options(ShardingOptions):
         switch(),
         own=True,
         argument="zero_report",
+    )
+    report_machine: str | None = option(
+        None,
+        "the machine of docs/step_time.md, or its YAML file, for which report.html draws the timeline of a step",
+        machine(),
+        own=True,
+        argument="zero_report_machine",
+        needs=("report", True),
     )
 
     # fp16 loss scale and skipped steps.

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_zero.core.engine import ZeroEngine, engine_of
+from hf_zero.planning.costs import read_machine
+from hf_zero.planning.enqueued import Enqueued
+from hf_zero.planning.timeline import replay
 from hf_zero.tools.memory import FORWARD, measure_peak, memory_report
 
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TIMELINE = "timeline.json"
 _MEASURED_STEP = 2  # the first one makes the optimizer states and records the order of units
 
 
@@ -31,11 +35,15 @@ class ZeroMemoryCallback(TrainerCallback):
     """Writes what every rank holds after each step, and at the end compares with what `hf-zero plan` predicts.
 
     `folder` gets `memory_rank<r>.jsonl` (one line per step) and `memory_comparison.json`. On CPU ranks the peak is
-    measured in the second step only, as that takes torch's profiler.
+    measured in the second step only, as that takes torch's profiler. With a `machine` (a name or a YAML file) it also
+    gets `timeline.json`, a step as it is predicted there, and `timeline_trace.json`, the same for Perfetto.
+
+    Raises MachineError where there is no such machine.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, machine: str | None = None) -> None:
         self.folder = Path(folder)
+        self.machine = None if machine is None else read_machine(machine)
         self.comparison: Comparison | None = None
         self._inputs: dict[str, Any] = {}
         self._peak: Any = None
@@ -45,6 +53,8 @@ class ZeroMemoryCallback(TrainerCallback):
         self.categories: dict[str, int] = {}  # bytes by kind after the last step
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, model: nn.Module, **__: Any) -> None:
+        if self.machine is not None:
+            self.machine.check_ranks(on_cpu=args.device.type == "cpu")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._path(args.process_index).write_text("")
         self._hooks = [
@@ -100,15 +110,25 @@ class ZeroMemoryCallback(TrainerCallback):
         from hf_zero.planning.compare import compare
         from hf_zero.planning.model import PlanError
 
-        steps = args.gradient_accumulation_steps
+        steps, log = args.gradient_accumulation_steps, None if self.machine is None else Enqueued()
         try:
-            self.comparison = compare(model, self._inputs, measured_peak=self._peak_bytes, accumulation=steps)
+            self.comparison = compare(model, self._inputs, measured_peak=self._peak_bytes, accumulation=steps, log=log)
         except PlanError as error:  # training has ended well
             logger.warning("hf_zero: memory was measured, and is not compared with the plan: %s", error)
             return
         text = json.dumps(self.comparison.to_dict(), indent=2)
         (self.folder / "memory_comparison.json").write_text(text)
         logger.warning("%s", self.comparison)
+        if log is not None:
+            topology = engine.mesh.topology
+            self._write_timeline(log, topology.machine or topology.size)
+
+    def _write_timeline(self, log: Enqueued, ranks: int) -> None:
+        """A step of one of so many ranks on each machine."""
+        timeline = replay(log.events, self.machine.shared_by(ranks))
+        timeline.write_trace(self.folder / "timeline_trace.json")
+        found = timeline.to_dict() | {"machine": self.machine.name, "error": self.machine.error}
+        (self.folder / TIMELINE).write_text(json.dumps(found))
 
 
 class ZeroStepReport(TrainerCallback):

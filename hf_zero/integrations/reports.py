@@ -30,7 +30,8 @@ class ZeroReportMixin:
             each=None if page is None else page.add,
         )
         self.add_callback(self.zero_step_report)
-        self.zero_memory = None if memory is None else ZeroMemoryCallback(memory)
+        machine = config.report_machine if config.report else None
+        self.zero_memory = None if memory is None else ZeroMemoryCallback(memory, machine)
         for callback in (self.zero_memory, page):
             if callback is not None:
                 self.add_callback(callback)

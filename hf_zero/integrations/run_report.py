@@ -20,6 +20,7 @@ from hf_zero.config.explain import rows, was_set
 from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.core.placement import Extent, Placement
 from hf_zero.errors import ZeroConfigError
+from hf_zero.integrations.callbacks import TIMELINE
 
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class ZeroRunReport(TrainerCallback):
                 for line in others
             ],
             "plan": _json(self.memory / "memory_comparison.json"),
+            "timeline": _json(self.memory / TIMELINE),
             "steps": self.bins.to_list(),
             "skipped": self.skipped,
             "losses": [(entry["step"], entry["loss"]) for entry in state.log_history if "loss" in entry],

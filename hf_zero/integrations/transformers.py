@@ -60,6 +60,7 @@ class ZeroArgumentsMixin:
         },
     )
     zero_report: bool | None = _given("report")
+    zero_report_machine: str | None = _given("report_machine")
     zero_sp_size: int | None = _given("sp_size")
     zero_cp_size: int | None = _given("cp_size")
     zero_tp_size: int | None = _given("tp_size")

@@ -61,6 +61,7 @@ def _time(options: argparse.Namespace, checked: dict[str, Any]) -> int:
         from hf_zero.planning import costs, step_time, time_report
 
         machine = costs.read_machine(options.machine)
+        machine.check_ranks(options.cpu)
         if options.gpus is None and not options.config:
             checked["gpus"] = machine.ranks_per_node
         if options.gpu_memory is None:

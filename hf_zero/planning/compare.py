@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from hf_zero.core.binding import Binding
 from hf_zero.core.engine import engine_of
+<<<<<<< HEAD
 from hf_zero.planning.model import BatchShape, PlanError, skeleton
+=======
+from hf_zero.planning.enqueued import Enqueued
+from hf_zero.planning.model import BatchShape, skeleton
+>>>>>>> 868390f (Draw the timeline of a step on the page of a run; refuse GPU machines for CPU ranks)
 from hf_zero.planning.optimizers import Kept, tried
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import memory_report
@@ -49,10 +54,12 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(model: nn.Module, inputs: dict[str, Any], *, measured_peak: int, accumulation: int) -> Comparison:
+def compare(
+    model: nn.Module, inputs: dict[str, Any], *, measured_peak: int, accumulation: int, log: Enqueued | None = None
+) -> Comparison:
     """Plan for a model that has trained with such inputs (tensors on meta), between two steps. No communication.
 
-    Raises PlanError where the model cannot be traced.
+    What a rank enqueues goes to `log`. Raises PlanError where the model cannot be traced.
     """
     engine = engine_of(model)
     assert engine is not None
@@ -72,7 +79,7 @@ def compare(model: nn.Module, inputs: dict[str, Any], *, measured_peak: int, acc
     )
     bare = skeleton(model)
     with _left_alone(model):
-        footprint = trace(bare, scenario, inputs)
+        footprint = trace(bare, scenario, inputs, log)
     measured = memory_report(model)
     return Comparison(
         stage=engine.config.zero_stage,

@@ -121,6 +121,16 @@ class Machine:
             most = self.rates.get(f"{name} {_NAMES[operation.dtype]}", most)
         return operation.nbytes / min(rate, most)
 
+    def check_ranks(self, on_cpu: bool) -> None:
+        """Raises MachineError where this describes GPUs and the ranks are on CPUs, or the other way round."""
+        if on_cpu and not self.host_computes:
+            raise MachineError(
+                f"machine '{self.name}' has GPUs, and the ranks are on CPUs: measure this machine by `hf-zero doctor "
+                "--calibrate here.yaml`, and name that file"
+            )
+        if self.host_computes and not on_cpu:
+            raise MachineError(f"machine '{self.name}' has CPU ranks, and the ranks are on GPUs: name one with GPUs")
+
     def shared_by(self, ranks: int) -> Machine:
         """The same for one of `ranks` on each node, where more of them share the cores than it was measured with."""
         if not self.host_computes or ranks <= self.ranks_per_node:

@@ -216,6 +216,13 @@ def _tensors(value: object) -> list[Tensor]:
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
+def _listed(members: tuple[int, ...]) -> str:
+    """0, 1; 0 to 7; 0, 8, ... 1016: no two groups of one rank have the same."""
+    if members == tuple(range(members[0], members[-1] + 1)):
+        return f"{members[0]} to {members[-1]}"
+    return ", ".join(map(str, members)) if len(members) < 4 else f"{members[0]}, {members[1]}, ... {members[-1]}"
+
+
 class _Awaited:
     """In the place of what a transport answers for a collective under way."""
 
@@ -245,7 +252,7 @@ class Noting(Transport):
         return Noting(self._inner.by_reads(), self._events, self._members)
 
     def _begin(self, kind: str, tag: Tag, nbytes: int, channel: str) -> Move:
-        move = Move(kind, tag.name, nbytes, self._members, f"{channel} of ranks {self._members}", self.name)
+        move = Move(kind, tag.name, nbytes, self._members, f"{channel} of ranks {_listed(self._members)}", self.name)
         self._events.append(move)
         return move
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_zero.planning.costs import Machine
 from hf_zero.planning.enqueued import Event, Mark, Move, Operation, Read, Wait
 
 
 COMPUTE = "computation"
+_UNSEEN = 1 / 1000  # of a step: about a pixel of a drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Timeline:
         launching: in which the computation waits for the host to launch something.
         moving: of all collectives, hidden or not, by kind.
         spans: what runs when, from the beginning of the step.
+        parts: what begins when ("forward", "backward", "optimizer"), in order.
     """
 
     seconds: float = 0.0
@@ -43,6 +47,28 @@ class Timeline:
     exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
     moving: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
+    parts: list[tuple[str, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a drawing needs, as plain values: `lanes` are when a stream is busy, without gaps that nobody sees."""
+        lanes: defaultdict[str, list[list[float]]] = defaultdict(list, {COMPUTE: []})
+        borders = [start for _, start in self.parts]
+        for span in self.spans:
+            lane = lanes[span.stream]
+            near = bool(lane) and span.start - lane[-1][1] < self.seconds * _UNSEEN
+            if near and bisect_right(borders, lane[-1][0]) == bisect_right(borders, span.start):
+                lane[-1][1] = span.stop
+            else:
+                lane.append([span.start, span.stop])
+        waits = {f"{kind} of {label}": seconds for (kind, label), seconds in self.exposed.most_common()}
+        return {
+            "seconds": self.seconds,
+            "computing": self.computing,
+            "launching": self.launching,
+            "waits": waits,
+            "lanes": dict(lanes),
+            "parts": self.parts,
+        }
 
     def write_trace(self, path: Path) -> None:
         """A file for chrome://tracing and Perfetto (Trace Event Format)."""
@@ -101,6 +127,8 @@ class _Replay:
                 self._host = max(self._host, self._compute)
             case Mark("step"):
                 self._begin_step()
+            case Mark(name):
+                self.steps[-1].parts.append((name, max(self._host, self._compute) - self._began))
 
     def _begin_step(self) -> None:
         now = max(self._host, self._compute)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")  # Paul Tol's bright scheme
@@ -119,6 +120,25 @@ def losses(steps: Sequence[int], values: Sequence[float], skipped: Sequence[int]
         axes.axvline(step, color=COLOURS[4], linewidth=1, label="skipped step" if number == 0 else None)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return _svg(figure, "loss")
+
+
+def timeline(
+    lanes: Mapping[str, Sequence[tuple[float, float]]], parts: Sequence[tuple[str, float]], seconds: float
+) -> str:
+    """When each stream is busy in one step; the first one, which computes, in the colours of the parts of a step."""
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms")
+    figure, axes = _axes(7.5, 1.2 + 0.35 * len(lanes), "One step of rank 0", xlabel=unit)
+    colours = dict(zip(dict.fromkeys(name for name, _ in parts), COLOURS, strict=False))
+    for row, spans in enumerate(lanes.values()):
+        at = [next((name for name, begun in reversed(parts) if begun <= start), "") for start, _ in spans]
+        drawn = [COLOURS[-1] if row else colours.get(part, COLOURS[-1]) for part in at]
+        bars = [(start * scale, (stop - start) * scale) for start, stop in spans]
+        axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=drawn)
+    axes.set(xlim=(0, seconds * scale), yticks=range(len(lanes)), yticklabels=list(lanes))
+    axes.invert_yaxis()
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return _svg(figure, "timeline")
 
 
 def placement(stage: int, rows: Mapping[str, Sequence[tuple[float, float]]]) -> str:

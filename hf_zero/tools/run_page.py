@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_zero.tools import run_charts
 
 
+_MOST_WAITS = 5
 _STYLE = """body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
 h1,h2{line-height:1.2}table{border-collapse:collapse;width:100%;min-width:40em}td,th{text-align:left;
 padding:.2em .8em .2em 0;border-bottom:1px solid #ddd;vertical-align:top;overflow-wrap:anywhere}
@@ -25,6 +27,7 @@ def render(facts: Mapping[str, Any]) -> str:
         ("Memory", _memory(facts)),
         ("Communication", _bytes(facts)),
         ("Time", _times(facts)),
+        ("Timeline of a step", _timeline(facts)),
         ("Loss and skipped steps", _losses(facts)),
         ("Configuration", _configuration(facts)),
         ("Parity certificate", _certificate(facts)),
@@ -120,6 +123,23 @@ def _times(facts: Mapping[str, Any]) -> str:
     each = {name: _per_step(history, values) for name, values in parts.items()}
     drawn = run_charts.stacked("time", "Time of a step on rank 0", "seconds", steps, each)
     return drawn + _table(("phase", "in all", "share"), rows)
+
+
+def _timeline(facts: Mapping[str, Any]) -> str:
+    found, taken = facts["timeline"], [step["seconds"] / step["steps"] for step in facts["steps"]]
+    if not found:
+        return ""
+    seconds, error = found["seconds"], found["error"]
+    rows = [("predicted", _seconds(seconds))]
+    rows += [("predictions there miss by up to", f"{error:.0%}")] if error else []
+    rows += [("measured, median", _seconds(statistics.median(taken)))] if taken else []
+    rows += [(f"waits for {what}", _seconds(spent)) for what, spent in list(found["waits"].items())[:_MOST_WAITS]]
+    said = f"<p>Predicted for {html.escape(found['machine'])}, without data loading and other work of the machine.</p>"
+    return run_charts.timeline(found["lanes"], found["parts"], seconds) + said + _table(("of a step", ""), rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _losses(facts: Mapping[str, Any]) -> str:

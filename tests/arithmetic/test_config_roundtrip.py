@@ -33,6 +33,7 @@ FIELDS = {
     "peer_memory": st.booleans(),
     "async_save": st.booleans(),
     "report": st.booleans(),
+    "report_machine": st.sampled_from(["h100", "here.yaml"]),
     "no_sync": st.sampled_from(["reduce", "node", "local"]),
     "reduce_bucket_size": sizes,
     "allgather_bucket_size": sizes,

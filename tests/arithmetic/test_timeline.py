@@ -11,6 +11,7 @@ import transformers
 from hf_zero import ZeroConfig
 from hf_zero.cli import main
 from hf_zero.errors import ZeroRuntimeError
+from hf_zero.planning import enqueued
 from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
 from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Read, Wait
 from hf_zero.planning.model import BatchShape, build
@@ -111,6 +112,20 @@ def test_the_last_step_pays_for_what_the_one_before_has_begun():
     move = _move(4)
     found = replay([STEP, _operation(1), move, STEP, _operation(1), Wait(move), STEP], _machine())
     assert found.seconds == pytest.approx(4)
+
+
+def test_a_drawing_has_a_lane_for_each_stream_and_no_gaps_that_nobody_sees():
+    move = _move(2)
+    parts = [_operation(1), Mark("forward"), _operation(1), move, Mark("backward"), _operation(1), _operation(1)]
+    found = _step(*parts, _operation(0.5), Wait(move), _operation(1)).to_dict()
+    assert found["lanes"] == {"computation": [[0, 1], [1, 2], [2, 5.5]], "gathers": [[2, 4]]}
+    assert found["parts"] == [("forward", 1), ("backward", 2)]
+    assert (found["seconds"], found["waits"]) == (5.5, {})
+
+
+def test_a_groups_ranks_are_listed_shortly_and_told_apart():
+    names = [enqueued._listed(members) for members in ((0, 1), (0, 1, 2, 3), (0, 2), (0, 2, 4, 6), (0, 8, 16, 24))]
+    assert names == ["0 to 1", "0 to 3", "0, 2", "0, 2, ... 6", "0, 8, ... 24"]
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------
@@ -396,4 +411,8 @@ def test_the_command_prints_a_table_and_writes_the_timeline_and_the_fastest(fold
 def test_a_machine_that_nobody_knows_is_one_line_and_status_2(folder, capsys):
     assert main(["plan", str(folder / "model"), "--time", "--machine", "h1000"]) == 2
     assert "no machine is called 'h1000'" in capsys.readouterr().err
+    assert main(["plan", str(folder / "model"), "--time", "--machine", "h100", "--cpu"]) == 2
+    assert "8 x H100 SXM" in (said := capsys.readouterr().err) and "doctor --calibrate" in said
+    assert main(["plan", str(folder / "model"), "--time", "--machine", "tests/data/two_cores.yaml"]) == 2
+    assert "name one with GPUs" in capsys.readouterr().err
     assert main(["plan", str(folder / "model"), "--tokens", "1e9"]) == 2

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hf_zero
@@ -14,13 +15,16 @@ from hf_zero.core.engine import engine_of
 from hf_zero.core.placement import STAGES, Extent
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations import run_report
+from hf_zero.integrations.callbacks import ZeroMemoryCallback
 from hf_zero.integrations.run_report import Bins, ZeroRunReport, placement
+from hf_zero.planning.costs import MachineError
 from tests.support import zoo
 from tests.support.harness import distributed
 from tests.support.trainers import make_trainer
 
 
-SECTIONS = ["Who keeps what", "Memory", "Communication", "Time", "Loss and skipped steps", "Configuration"]
+SECTIONS = ["Who keeps what", "Memory", "Communication", "Time", "Timeline of a step", "Loss and skipped steps"]
+SECTIONS += ["Configuration"]
 
 
 class Page(HTMLParser):
@@ -82,14 +86,15 @@ def test_the_page_of_a_run_holds_its_numbers_and_needs_nothing_else(tmp_path):
         "verdicts": [{"promise": "losses", "verdict": "fails", "largest": 0.5, "why": "a fault"}],
     }
     (tmp_path / "certificate.json").write_text(json.dumps(certificate))
-    trainer = make_trainer("llama", 3, tmp_path, model=model, zero_report=True, bf16=True, logging_steps=2)
+    page = {"zero_report": True, "zero_report_machine": "tests/data/two_cores.yaml"}
+    trainer = make_trainer("llama", 3, tmp_path, model=model, bf16=True, logging_steps=2, **page)
     trainer.train()
     dist.barrier()
     if dist.get_rank():
         return
     page = Page((tmp_path / "report.html").read_text())
     assert page.headings == [*SECTIONS, "Parity certificate"]
-    assert page.drawings == ["placement", "memory", "peak", "plan", "bytes", "time", "loss"]
+    assert page.drawings == ["placement", "memory", "peak", "plan", "bytes", "time", "timeline", "loss"]
     assert len(set(page.ids)) == len(page.ids) and [link for link in page.fetched if not link.startswith("#")] == []
     shown = {"rank 0", "rank 1", "Memory of rank 0, at its peak", "zero_stage", "report", "losses", "fails"}
     assert shown <= set(page.texts)
@@ -107,6 +112,13 @@ def test_the_page_of_a_run_holds_its_numbers_and_needs_nothing_else(tmp_path):
     assert all(peak["moment"] in ("forward", "backward", "the optimizer step") for peak in facts["peaks"])
     assert sum(facts["plan"]["predicted_peak_kinds"].values()) == facts["plan"]["predicted_peak"]
     assert sum(facts["plan"]["measured_kinds"].values()) == facts["plan"]["measured_resident"]
+    timeline = facts["timeline"]
+    assert [name for name, _ in timeline["parts"]] == ["forward", "backward", "optimizer"]
+    assert {"computation", "gathers of ranks 0 to 1", "reductions of ranks 0 to 1"} == set(timeline["lanes"])
+    busy = sum(stop - start for start, stop in timeline["lanes"]["computation"])
+    assert 0 < timeline["computing"] <= busy * 1.01 <= timeline["seconds"] * 1.01
+    traced = json.loads((tmp_path / "zero_memory" / "timeline_trace.json").read_text())["traceEvents"]
+    assert len([event for event in traced if event["ph"] == "X"]) > len(timeline["lanes"]["computation"])
     # The same numbers go to TensorBoard and W&B with the logs.
     for name in ("zero/bytes_sent_per_step", "zero_seconds/stall", "zero_memory/optimizer states"):
         assert all(entry[name] > 0 for entry in logged[1:]), (name, logged)
@@ -118,6 +130,14 @@ def test_where_matplotlib_is_missing_the_run_says_so_at_once(monkeypatch, tmp_pa
     monkeypatch.setattr(run_report.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ZeroConfigError, match=r"pip install 'hf_zero\[plot\]'"):
         ZeroRunReport(hf_zero.ZeroConfig(), tmp_path)
+
+
+def test_a_machine_that_nobody_knows_ends_the_run_before_it_begins(tmp_path):
+    with pytest.raises(MachineError, match="did you mean 'h100'"):
+        ZeroMemoryCallback(tmp_path, "h10")
+    gpus = ZeroMemoryCallback(tmp_path, "h100")
+    with pytest.raises(MachineError, match="has GPUs, and the ranks are on CPUs.*doctor --calibrate"):
+        gpus.on_train_begin(SimpleNamespace(device=torch.device("cpu")), model=torch.nn.Linear(1, 1))
 
 
 def test_many_steps_take_few_entries_and_keep_their_sums():
