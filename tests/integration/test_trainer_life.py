@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging import version
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -100,7 +102,9 @@ def test_callbacks_read_the_weights_of_now(tmp_path):
 @distributed(world_size=2)
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     """A learning rate that spoils the model: the best checkpoint is the first, and it is what stays."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "save_steps": 1, "max_steps": 4}
+    # transformers 5.3 forgets which checkpoint is the best one under save_strategy "best", with or without hf_zero.
+    strategy = "steps" if version.parse(transformers.__version__) < version.parse("5.4") else "best"
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": strategy, "save_steps": 1, "max_steps": 4}
     for stage in (None, *STAGES):
         folder = tmp_path / f"stage{stage}"
         trainer = make_trainer(
