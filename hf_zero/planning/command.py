@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         report.print_table(plan)
         if measured is not None:
             print(measured)
+    if options.plot:
+        report.write_plot(plan, Path(options.plot))
     if options.write:
         report.write_yaml(plan, Path(options.write))
     return 0
@@ -85,9 +88,21 @@ def _time(options: argparse.Namespace, checked: dict[str, Any]) -> int:
     return 0
 
 
+def _check_plot(options: argparse.Namespace) -> None:
+    if options.plot is None:
+        return
+    if options.time or options.fastest:
+        raise ZeroError("--plot draws what a plan without --time and --fastest finds: leave it or them out")
+    if not options.plot.endswith(".svg"):
+        raise ZeroError(f"--plot writes SVG: name the file .svg, not '{options.plot}'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ZeroError("--plot draws with matplotlib: pip install 'hf_zero[plot]', or leave it out")
+
+
 def _checked(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a request that need neither torch nor the model. Raises ZeroError for mistakes."""
     _check_path(options.model)
+    _check_plot(options)
     config, ranks = _configuration(options)
     gpus = options.gpus or max(1, ranks // options.nodes)
     checked = {
@@ -292,6 +307,7 @@ def _parser() -> CommandParser:
     time.add_argument("--timeline", metavar="FILE", help="write the fastest step for Perfetto or chrome://tracing")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--plot", metavar="FILE.svg", help="draw each stage's peak by kind (needs matplotlib)")
     output.add_argument("--write", metavar="FILE", help="write the recommended stage as an Accelerate YAML")
     output.add_argument(
         "--measure",

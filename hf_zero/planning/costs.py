@@ -129,7 +129,10 @@ class Machine:
                 "--calibrate here.yaml`, and name that file"
             )
         if self.host_computes and not on_cpu:
-            raise MachineError(f"machine '{self.name}' has CPU ranks, and the ranks are on GPUs: name one with GPUs")
+            raise MachineError(
+                f"machine '{self.name}' has CPU ranks, and the ranks are on GPUs: name one with GPUs, or "
+                "plan with --cpu"
+            )
 
     def shared_by(self, ranks: int) -> Machine:
         """The same for one of `ranks` on each node, where more of them share the cores than it was measured with."""

@@ -80,8 +80,7 @@ def print_table(plan: Plan) -> None:
             continue
         chosen = row is plan.recommended
         cells = [cell(nbytes, unit) for nbytes in columns(row).values()]
-        ways = f"{' + checkpointing' if row.checkpointing else ''}{' + tiles' if row.tiles else ''}"
-        label = f"{row.stage}{ways}{' *' if chosen else ''}"
+        label = f"{_label(row)}{' *' if chosen else ''}"
         footprint = row.footprint
         numbers = [footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes]
         totals = [cell(n, unit) for n in (*numbers, *(footprint.sent.get(name, 0) for name in shared))]
@@ -93,6 +92,19 @@ def print_table(plan: Plan) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if plan.request.shows_offload:
         _print_offload(plan, console)
+
+
+def _label(row: Row) -> str:
+    return f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' + tiles' if row.tiles else ''}"
+
+
+def write_plot(plan: Plan, path: Path) -> None:
+    """The table's rows as bars, in one SVG file."""
+    from hf_zero.tools.run_charts import stages  # imports matplotlib
+
+    rows = [row for row in _on_device(plan) if row.spread is ALL_RANKS]
+    bars = {f"stage {_label(row)}": columns(row) for row in rows}
+    path.write_text(stages(bars, plan.request.gpu_memory, f"{plan.request.name}: {plan.request.world_size} ranks"))
 
 
 def _on_device(plan: Plan) -> list[Row]:

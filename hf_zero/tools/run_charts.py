@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")  # Paul Tol's bright scheme
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 _MOST_RANKS = 16
+_FAR = 4  # a limit so many times the longest bar would leave nothing to see of the bars
 
 
 def scale(values: Sequence[float]) -> tuple[float, str]:
@@ -82,18 +83,45 @@ def peak(parts: Mapping[str, Mapping[str, float]], wholes: Mapping[str, float]) 
     """One bar each, on a scale of their own: what is known by kind, and what is known as a whole."""
     size, unit = scale([*wholes.values(), *(sum(kinds.values()) for kinds in parts.values())])
     figure, axes = _axes(7.5, 0.9 + 0.5 * (len(parts) + len(wholes)), "Memory of rank 0, at its peak", xlabel=unit)
-    for what, kinds in parts.items():
-        left = 0.0
-        for colour, (kind, value) in zip((*COLOURS, *COLOURS), kinds.items(), strict=False):
-            if value:
-                axes.barh(what, value / size, 0.6, left=left, color=colour, label=kind)
-                left += value / size
+    _bars(axes, parts, size)
     for what, value in wholes.items():
         axes.barh(what, value / size, 0.6, color="#555555")
     axes.invert_yaxis()
     if parts:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return _svg(figure, "peak")
+
+
+def _bars(axes: Axes, parts: Mapping[str, Mapping[str, float]], size: float) -> None:
+    """One stacked bar each; a kind has the same colour in all, and is named once."""
+    kinds = dict(
+        zip(dict.fromkeys(kind for found in parts.values() for kind in found), (*COLOURS, *COLOURS), strict=False)
+    )
+    named: set[str] = set()
+    for what, found in parts.items():
+        left = 0.0
+        for kind, value in found.items():
+            if value:
+                label = None if kind in named else kind
+                axes.barh(what, value / size, 0.6, left=left, color=kinds[kind], label=label)
+                left += value / size
+                named.add(kind)
+
+
+def stages(parts: Mapping[str, Mapping[str, float]], limit: int, title: str) -> str:
+    """The peak of each row of a plan; the memory that there is as a line, where the bars are still seen beside it."""
+    size, unit = scale([sum(kinds.values()) for kinds in parts.values()])
+    largest = max(sum(kinds.values()) for kinds in parts.values())
+    near = limit < _FAR * largest
+    room = "" if near else f" (of {limit / size:,.0f} {unit})"
+    figure, axes = _axes(8.5, 1.2 + 0.4 * len(parts), title, xlabel=f"{unit} at the peak{room}")
+    _bars(axes, parts, size)
+    if near:
+        axes.axvline(limit / size, color="black", linewidth=1, linestyle="--", label="memory")
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return _svg(figure, "stages")
 
 
 def against_plan(measured: Mapping[str, int], predicted: Mapping[str, int]) -> str:

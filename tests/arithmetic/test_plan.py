@@ -1,6 +1,7 @@
 """`hf-zero plan`: its table, files and errors, and the choice that it makes."""
 
 import json
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -44,12 +45,21 @@ def plan_json(capsys, *words):
 
 
 @pytest.mark.slow
-def test_the_table_has_a_row_for_every_stage(folder, capsys):
-    status, out, _ = plan(capsys, folder, "--seq-len", "64", "--gpus", "2")
+def test_the_table_and_the_picture_have_a_row_for_every_stage(folder, tmp_path, capsys):
+    status, out, _ = plan(capsys, folder, "--seq-len", "64", "--gpus", "2", "--plot", tmp_path / "plan.svg")
     assert status == 0
     for stage in range(4):
         assert f"\n{stage} " in out and f"\n{stage} + checkpointing" in out, out
     assert "Recommended: stage 1: peak" in out, out
+    texts = [each.text for each in ElementTree.parse(tmp_path / "plan.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert {f"stage {stage} + checkpointing" for stage in range(4)} < set(texts) and texts.count("optimizer") == 1
+    # 80 GB beside bars of megabytes would leave nothing to see of them.
+    assert "MB at the peak (of 80,000 MB)" in texts and "memory" not in texts
+
+
+def test_memory_is_drawn_where_the_bars_are_seen_beside_it():
+    run_charts = pytest.importorskip("hf_zero.tools.run_charts")
+    assert ">memory<" in run_charts.stages({"stage 1": {"params": 2e9}}, 4 * 10**9, "a model")
 
 
 def test_state_bytes_follow_the_formulas(folder, capsys):
@@ -238,6 +248,8 @@ def test_a_configured_stage_that_does_not_fit_is_named(folder, tmp_path, capsys)
         (["{tmp}/odd.json"], "model_type 'martian' is unknown to transformers"),
         (["{tmp}/broken.json"], "is not a readable JSON file"),
         (["{folder}", "--gpu-memory", "lots"], "write a size such as 80GB"),
+        (["{folder}", "--plot", "plan.png"], "--plot writes SVG: name the file .svg"),
+        (["{folder}", "--plot", "plan.svg", "--time"], "leave it or them out"),
         (["{folder}", "--seq-len", "100000"], "takes at most 4096 tokens"),
         (["{folder}", "--config", "{tmp}/none.yaml"], "there is no such file"),
         (["{folder}", "--gpu-memory", "1kB", PLAIN, "--write", "{tmp}/zero.yaml"], "nothing fits"),
