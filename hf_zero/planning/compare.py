@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 from hf_zero.core.binding import Binding
 from hf_zero.core.engine import engine_of
-<<<<<<< HEAD
-from hf_zero.planning.model import BatchShape, PlanError, skeleton
-=======
 from hf_zero.planning.enqueued import Enqueued
-from hf_zero.planning.model import BatchShape, skeleton
->>>>>>> 868390f (Draw the timeline of a step on the page of a run; refuse GPU machines for CPU ranks)
+from hf_zero.planning.model import BatchShape, PlanError, skeleton
 from hf_zero.planning.optimizers import Kept, tried
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import memory_report
