@@ -114,7 +114,7 @@ def here(args: argparse.Namespace) -> Iterator[Compared]:
     file = args.output / "steps.jsonl"
     take(settings, file, rounds=args.rounds, steps=args.steps, minutes=args.minutes)
     measured = step_seconds(settings, file)
-    print(f"{len(measured)} of {len(settings)} settings are measured; run it again for more")
+    print(f"{len(measured)} of {len(settings)} settings are measured")
     for setting, seconds in measured.items():
         stage, reads = SYSTEMS[setting.system]
         dtype = "bf16" if setting.precision == "bf16" else "no"
