@@ -45,13 +45,7 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
     Raises ZeroConfigError for a model that has no plan or that is quantised, where the plan has two rules for one
     parameter, and where the installed transformers makes no DTensors.
     """
-    try:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-    except ImportError as error:
-        raise ZeroConfigError(
-            "tensor parallelism needs a transformers that shares models out as DTensors (5.23 does): update it, or "
-            "remove tp_size"
-        ) from error
+    apply = _apply_of_transformers()
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         raise ZeroConfigError(
             f"{type(model).__name__} has adapters, and the tp_plan says nothing of them: set tp_size to 1"
@@ -74,7 +68,7 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
         for _, module, name in found:
             bare = torch.empty(param.shape, dtype=param.dtype, device="meta")
             module._parameters[name] = nn.Parameter(bare, param.requires_grad)
-    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(plan))
+    apply(model, mesh, model._expand_parallel_plan(plan))
     replaced = {}
     for param, found in places.items():
         (first, module, own), *others = found
@@ -92,6 +86,23 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
         for _, its_module, its in found:
             its_module._parameters[its] = made
     return replaced
+
+
+def _apply_of_transformers() -> Callable[..., object]:
+    """The function of transformers that makes placeholders of DTensors by an expanded plan, and wraps layers."""
+    import transformers
+
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism as apply
+    except ImportError:
+        apply = None
+    # Until 5.21 a plan was not expanded to layers, and styles were others.
+    if apply is None or not hasattr(transformers.PreTrainedModel, "_expand_parallel_plan"):
+        raise ZeroConfigError(
+            f"tensor parallelism needs a transformers that shares models out as DTensors by a plan (5.23 does), and "
+            f"this is {transformers.__version__}: update it, or remove tp_size"
+        )
+    return apply
 
 
 def _part(name: str, param: nn.Parameter, laid_out: nn.Parameter) -> nn.Parameter:

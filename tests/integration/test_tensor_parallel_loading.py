@@ -1,16 +1,27 @@
 """Models that transformers shares out while it loads them, or that zero_init loads, train and are saved as others."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DistributedConfig
+from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
+from transformers.distributed import tensor_parallel
 
 import hf_zero
+from hf_zero.checkpoint.safetensors_file import SlicedFile
+from hf_zero.errors import ZeroConfigError
+from hf_zero.parallel.tensor_parallel import share_out
+from tests.ranks.test_memory import batch, check_bytes, live_bytes
+from tests.ranks.test_memory import build as build_large
 from tests.support import zoo
 from tests.support.harness import run_ranks
 from tests.support.reference import SGD
 from tests.support.tensor_models import whole_weights
+
+
+EXPAND = "_expand_parallel_plan"
 
 
 def _train(model, config, width, steps=2):
@@ -58,3 +69,50 @@ def test_loaded_models_train_and_are_saved_alike(how, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "ours").iterdir()} == files
     for name in files - {"model.safetensors"}:
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text(), name
+
+
+def _read_and_keep(source):
+    """Bytes that a rank reads of a model's files, those that it keeps of the model, and both as they should be."""
+    read = [0]
+    stock = SlicedFile.read
+
+    def counting(self, path, parts, *args, **kwargs):
+        parts = list(parts)
+        read[0] += sum(target.nbytes for _, _, target in parts)
+        stock(self, path, parts, *args, **kwargs)
+
+    SlicedFile.read = counting
+    before, config = live_bytes(), {"zero_stage": 3, "tp_size": 2}
+    with hf_zero.zero_init(config):
+        model = AutoModelForCausalLM.from_pretrained(source)
+    engine = hf_zero.shard(model, None, config)
+    loaded = read[0]
+    kept = live_bytes() - before
+    engine.backward(model(**batch(model)).loss)  # what was read is a model
+    params = dict(model.named_parameters())
+    shared = {name for name, param in params.items() if isinstance(param, DTensor)}
+    whole = 4 * sum(math.prod(param.shape) for name, param in params.items() if name not in shared)
+    parts = 4 * sum(math.prod(params[name].shape) for name in shared) // 2
+    return loaded, kept, whole + parts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_reads_its_part_of_the_files_and_keeps_its_slice(ranks, tmp_path, monkeypatch):
+    build_large().save_pretrained(tmp_path / "stock")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for loaded, kept, part in run_ranks(_read_and_keep, tmp_path / "stock", world_size=ranks):
+        assert loaded == part, (loaded, part)
+        check_bytes(kept, part * 2 / ranks, "after preparing")
+
+
+@pytest.mark.parametrize(
+    "where, name",
+    [
+        (tensor_parallel, "apply_tensor_parallelism"),  # 5.3 has none
+        (next(cls for cls in PreTrainedModel.__mro__ if EXPAND in vars(cls)), EXPAND),  # nor has 5.21 this one
+    ],
+)
+def test_releases_that_share_out_otherwise_are_refused(where, name, monkeypatch):
+    monkeypatch.delattr(where, name)
+    with pytest.raises(ZeroConfigError, match=r"\(5.23 does\), and this is \d.*: update it, or remove tp_size"):
+        share_out(zoo.build("llama"), None)
