@@ -139,7 +139,8 @@ class Watchdog:
                 self._stop.set()
                 self._abort(
                     f"the ranks wait for each other in different places:\n{text}\nEvery rank must run the same "
-                    "modules in the same order. Look for a branch, a loop or a save that only some ranks take"
+                    "modules in the same order (with unit_size, inside of layers too). Look for a branch, a loop or a "
+                    "save that only some ranks take"
                 )
             self._last = places
         elif self._overdue():

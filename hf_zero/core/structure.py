@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,9 @@ from hf_zero.core.tiled_loss import TiledLoss, language_model_in
 from hf_zero.core.tiled_mlp import TiledMLPs, mlps_in
 from hf_zero.core.unit import Unit, UnitListener
 from hf_zero.errors import ZeroConfigError
+
+
+logger = logging.getLogger(__name__)
 
 
 class Structure:
@@ -60,6 +64,7 @@ class Structure:
         self._in_parts = dtensors.take_over_sums(model)
         self._builder = builder = replace(builder, in_parts=self._in_parts)
         self._listener, self._plans = listener, list(plans)
+        _tell_of_large_parameters(plans, builder)
         read_parameters_only(model)
         builder.reserve(model)
         made = {plan: builder.build(plan, index, listener) for index, plan in enumerate(plans)}
@@ -130,3 +135,19 @@ class Structure:
         for unit in self.units:
             unit.dissolve()
         dtensors.give_back_sums(model, self._in_parts)
+
+
+def _tell_of_large_parameters(plans: Sequence[UnitPlan], builder: UnitBuilder) -> None:
+    """A module is gathered in parts, a parameter is not: say which ones are larger than what was asked for."""
+    sizes = {name: dtensors.local(param).numel() for plan in plans for name, param in plan.params.items()}
+    large = [name for name, numel in sizes.items() if numel > builder.largest_unit]
+    if large and builder.mesh.everyone.rank == 0:
+        most = max(large, key=sizes.__getitem__)
+        logger.warning(
+            "hf_zero: unit_size is %d, but %d parameter(s) have more elements ('%s' %d) and are gathered whole: "
+            "tp_size shares out matrices over ranks, tile_loss the work of the output head",
+            builder.config.unit_size,
+            len(large),
+            most,
+            sizes[most],
+        )

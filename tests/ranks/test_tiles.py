@@ -11,8 +11,10 @@ import torch.distributed as dist
 import transformers as tf
 
 import hf_zero
+from hf_zero.core import structure
 from hf_zero.core.tiled_loss import tiled_loss_of
 from hf_zero.errors import ZeroConfigError, ZeroRuntimeError
+from tests.ranks.test_tensor_parallel import caplog_of
 from tests.support import zoo
 from tests.support.harness import distributed
 from tests.support.nets import Net
@@ -317,6 +319,17 @@ def test_a_layer_in_parts_is_never_whole():
     whole, parts, single = map(_most_unsharded, (0, 4608, 2000))
     assert whole[:2] == (7776, 2) and parts[:2] == (4704, 4) and single[:2] == (1632, 14), (whole, parts, single)
     assert whole[2] >= 7776 and parts[2] < 7776 and single[2] < 4000, (whole, parts, single)
+
+
+@distributed(world_size=2)
+def test_parameters_that_are_larger_than_asked_for_are_named_once():
+    with caplog_of(structure) as lines:
+        _engine(build("llama"), unit_size=2048)
+        hf_zero.shard(build("llama"), None, {"zero_stage": 2, "unit_size": 2000})
+        assert lines == []
+        _engine(build("llama"), unit_size=2000)
+    says = "unit_size is 2000, but 2 parameter(s) have more elements ('model.embed_tokens.weight' 2048)"
+    assert [says in line for line in lines] == [True] * (dist.get_rank() == 0), lines
 
 
 @distributed(world_size=2)

@@ -64,6 +64,38 @@ def test_ranks_that_call_different_modules_are_named_on_every_rank(tmp_path):
         assert "same modules" in report
 
 
+class Branching(torch.nn.Module):
+    """A layer whose ranks take different ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.left if dist.get_rank() == 0 else self.right)(x)
+
+
+def branch(folder, unit_size):
+    watchdog._ANSWER_S = LIMIT
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Branching() for _ in range(2)))
+    config = {"zero_stage": 3, "hang_timeout_s": 1.0, "unit_size": unit_size}
+    engine = hf_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    end_with_report(folder, engine, ranks=(0, 1))
+    engine.backward(model(torch.ones(1, 8)).sum())
+
+
+def test_a_branch_inside_a_layer_that_is_gathered_in_parts_is_named(tmp_path):
+    run_ranks(branch, str(tmp_path), 0, world_size=2)  # a whole layer is the same on all ranks, whatever they call
+    with pytest.raises(pytest.fail.Exception, match="died without a report|exit"):
+        run_ranks(branch, str(tmp_path), 80, world_size=2)
+    for rank in range(2):
+        report = (tmp_path / f"report_{rank}").read_text()
+        assert "rank 0: waits for all-gather of 0.left" in report, report
+        assert "rank 1: waits for all-gather of 0.right" in report, report
+        assert "with unit_size, inside of layers too" in report
+
+
 def wait_for_a_barrier(folder):
     model, engine = prepared()
     end_with_report(folder, engine, ranks=(0,))
