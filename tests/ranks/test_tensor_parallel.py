@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.core import drift
 from hf_zero.errors import ZeroConfigError
 from tests.support import zoo
-from tests.support.harness import distributed
+from tests.support.harness import distributed, run_ranks
 from tests.support.reference import ADAMW, SGD, Trace, clip_by_norm, compare, double_norm
 from tests.support.tensor_models import build, whole, whole_weights
 
@@ -99,6 +99,13 @@ FAMILIES = ("llama_tied", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "qwen3_m
 @distributed(world_size=4)
 def test_other_families_train_as_one_process(name, stage):
     check(name, 2, (stage,), clip=0.1, accumulation=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "phi3"])
+@pytest.mark.parametrize("ranks, width", [(2, 2), (4, 1)])
+def test_other_families_train_as_one_process_in_other_layouts(ranks, width, name):
+    run_ranks(check, name, width, (0, 3), world_size=ranks, clip=0.1)
 
 
 @distributed(world_size=4)
