@@ -61,7 +61,7 @@ def _time(options: argparse.Namespace, checked: dict[str, Any]) -> int:
     """How long steps take on the machine, in place of what they need."""
     with shown() as tell:
         tell("importing torch and transformers")
-        from hf_zero.planning import costs, step_time, time_report
+        from hf_zero.planning import costs, search, step_time, time_report
 
         machine = costs.read_machine(options.machine)
         machine.check_ranks(options.cpu)
@@ -70,8 +70,8 @@ def _time(options: argparse.Namespace, checked: dict[str, Any]) -> int:
         if options.gpu_memory is None:
             checked["gpu_memory"] = int(machine.memory)
         request, model = _request(options, checked, tell)
-        search = step_time.fastest if options.fastest else step_time.compare
-        paces = search(model, request, machine, tell)
+        find = search.fastest if options.fastest else search.compare
+        paces = find(model, request, machine, tell)
     if options.json:
         print(time_report.to_json(paces, request, machine))
     else:
@@ -132,11 +132,6 @@ def _checked(options: argparse.Namespace) -> dict[str, Any]:
     timed = options.time or options.fastest
     if not timed and (options.tokens or options.timeline):
         raise ZeroError("--tokens and --timeline say something about steps in time: add --time or --fastest")
-    if timed and {config.offload_optimizer_device, config.offload_param_device} != {"none"}:
-        raise ZeroError(
-            "--time and --fastest do not know how long copies to the host and to disks take: leave the offload keys "
-            f"out of {options.config}"
-        )
     if options.cpu and (options.offload or checked["host_memory"] or checked["nvme"]):
         raise ZeroError(
             "--cpu: the state of CPU ranks is in host memory already; leave --offload, --host-memory and --nvme out"

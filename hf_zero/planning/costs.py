@@ -24,6 +24,8 @@ _NCCL_RINGS = ((14.0e-6, 1.9e-6, 4.0e-6, 0.92), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 # Steps of a ring, and slices that pass each link of it, over those of an all-gather.
 _PASSES = {"all-gather": 1, "reduce-scatter": 1, "exchange": 1, "all-reduce": 2}
 
+COPIES = ("bus", "disk")  # moves that no other rank has part in
+
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -65,7 +67,9 @@ class Machine:
         read_rate, read_latency: the same for ranks that read each other's memory.
         contention: by what share operations slow down while a collective is under way.
         error: by what share predicted steps have missed measured ones at worst, or may do.
-        bus_rate, disk_rate: bytes between device and host, and to and from disk, each way.
+        bus_rate: bytes between device and host, each way.
+        host_rate: bytes that a rank's share of the host's cores read and write in a step of the optimizer.
+        disk_rate: bytes to and from the disk of a node, each way.
         sources: where each number is from.
     """
 
@@ -91,6 +95,7 @@ class Machine:
     contention: float = 0.0
     error: float = 0.0
     bus_rate: float = 0.0
+    host_rate: float = 0.0
     disk_rate: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -98,6 +103,8 @@ class Machine:
 
     def operation_seconds(self, operation: Operation) -> float:
         """The larger of what computing and what moving its bytes takes (S. Williams et al., Roofline, CACM 2009)."""
+        if operation.on_host and not self.host_computes:
+            return operation.nbytes / self.host_rate
         return max(self._computing(operation), self._moving(operation))
 
     def _computing(self, operation: Operation) -> float:
@@ -154,6 +161,8 @@ class Machine:
 
     def move_seconds(self, move: Move) -> float:
         """Seconds of a collective when all ranks are there and nothing else uses the links."""
+        if move.by in COPIES:
+            return move.nbytes / (self.bus_rate if move.by == "bus" else self.disk_rate / self.ranks_per_node)
         ways = {"nccl": self._ring, "messages": self._messages, "reads": self._reads}
         return ways[move.by](move) if len(move.members) > 1 else 0.0
 

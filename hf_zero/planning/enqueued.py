@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Operation:
         nbytes: read and written, each storage once.
         dtype: of the first tensor that it reads.
         narrowest: the smallest dimension of a matrix product; 0 for other operations.
+        on_host: it runs in the host's memory, and the device has one of its own.
     """
 
     name: str
@@ -38,19 +39,21 @@ class Operation:
     nbytes: int
     dtype: torch.dtype
     narrowest: int = 0
+    on_host: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One collective is launched.
+    """One collective, or one copy to or from another place, is launched.
 
     Attributes:
-        kind: "all-gather", "exchange", "reduce-scatter" or "all-reduce".
+        kind: "all-gather", "exchange", "reduce-scatter" or "all-reduce"; of copies "download", "upload", "disk read"
+            or "disk write".
         label: what it carries, for people.
-        nbytes: that each rank of the group sends to every other one.
+        nbytes: that each rank of the group sends to every other one; of copies, all.
         members: ranks of the group, numbered over all ranks.
         channel: collectives of one channel run one after another.
-        by: whose way of moving: "nccl", "messages" or "reads".
+        by: whose way of moving: "nccl", "messages" or "reads"; of copies "bus" or "disk".
     """
 
     kind: str
@@ -63,7 +66,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The computation goes on after the end of a collective."""
+    """The computation goes on after the end of a collective or copy; `host`: the process itself does."""
+
+    move: Move
+    host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The next collective begins after the end of a copy, and the computation goes on."""
 
     move: Move
 
@@ -80,14 +91,15 @@ class Read:
     """The host asks for a value on the device, and waits for it."""
 
 
-Event = Operation | Move | Wait | Mark | Read
+Event = Operation | Move | Wait | Behind | Mark | Read
 
 
 @dataclass
 class Enqueued:
-    """The log of a rank."""
+    """The log of a rank; `is_apart` says whether a tensor is in the host's memory, and not in the device's."""
 
     events: list[Event] = field(default_factory=list)
+    is_apart: Callable[[Tensor], bool] = lambda tensor: False
 
     def mark(self, name: str) -> None:
         """A part of the step begins."""
@@ -96,8 +108,14 @@ class Enqueued:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Operations inside are written down."""
-        with _Operations(self.events):
+        with _Operations(self):
             yield
+
+    def copy(self, kind: str, nbytes: int, by: str) -> _Awaited:
+        """Write down that a copy begins; the host may wait for it."""
+        move = Move(kind, "state", nbytes, (0,), kind if by == "bus" else by, by)
+        self.events.append(move)
+        return _Awaited(move, self.events, host=True)
 
     def noting(self, transport: Transport) -> Transport:
         """`transport`, with its moves written down."""
@@ -122,9 +140,9 @@ _ATTENTION_BACKWARD = 2.5
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, log: Enqueued) -> None:
         super().__init__()
-        self._events = events
+        self._events, self._is_apart = log.events, log.is_apart
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if is_composed(types):
@@ -139,7 +157,9 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         operation = describe(func, args, kwargs, result)
         if operation is not None:
-            self._events.append(operation)
+            read = _tensors(args)
+            apart = bool(read) and self._is_apart(read[0])
+            self._events.append(replace(operation, on_host=True) if apart else operation)
         return result
 
 
@@ -226,13 +246,13 @@ def _listed(members: tuple[int, ...]) -> str:
 class _Awaited:
     """In the place of what a transport answers for a collective under way."""
 
-    def __init__(self, move: Move, events: list[Event], inner: Sequence[Handle] = ()) -> None:
-        self._move, self._events, self._inner = move, events, inner
+    def __init__(self, move: Move, events: list[Event], inner: Sequence[Handle] = (), host: bool = False) -> None:
+        self.move, self._events, self._inner, self._host = move, events, inner, host
 
     def wait(self) -> None:
         for handle in self._inner:
             handle.wait()
-        self._events.append(Wait(self._move))
+        self._events.append(Wait(self.move, self._host))
 
 
 class Noting(Transport):

@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hf_zero.comm.work import Work
+from hf_zero.comm.work import Handle, Work
 from hf_zero.config import ZeroConfig
 from hf_zero.core.courier import AtOnce, BufferedCourier, Courier
 from hf_zero.core.homes import LEAST_ON_DISK, Home, Homes, MemoryHome, Shelf, shelf_limit
 from hf_zero.core.placement import Place
 from hf_zero.core.step_place import StepPlace
+from hf_zero.planning.enqueued import Behind, Enqueued, Move, Wait
 
 
 META = torch.device("meta")
@@ -24,28 +25,34 @@ OnBuffer = Callable[[list[Tensor], str], None]
 
 
 class PlannedLanes:
-    """Stand for the streams of a device; `on_buffer` is called with what exists only for a copy."""
+    """Stand for the streams of a device; `on_buffer` is called with what exists only for a copy, which `log` notes."""
 
-    def __init__(self, on_buffer: OnBuffer) -> None:
-        self._on_buffer = on_buffer
+    def __init__(self, on_buffer: OnBuffer, log: Enqueued) -> None:
+        self._on_buffer, self._log = on_buffer, log
+        self._last: Move | None = None  # on its way up
 
     def memory(self, nbytes: int) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=META)
         self._on_buffer([memory], ELSEWHERE)
         return memory
 
-    def down(self, target: Tensor, source: Tensor) -> Work:
+    def down(self, target: Tensor, source: Tensor) -> Handle:
         self._on_buffer([source], "transfers")
-        return Work()
+        return self._log.copy("download", source.nbytes, "bus")
 
-    def up(self, target: Tensor, source: Tensor) -> Work:
-        return Work()
+    def up(self, target: Tensor, source: Tensor) -> Handle:
+        copy = self._log.copy("upload", target.nbytes, "bus")
+        self._last = copy.move
+        return copy
 
     def send(self, begin: Callable[[], Work]) -> Work:
+        if self._last is not None:
+            self._log.events.append(Behind(self._last))
         return begin()
 
     def join(self) -> None:
-        """Nothing takes time."""
+        if self._last is not None:
+            self._log.events.append(Wait(self._last))
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -56,8 +63,8 @@ class PlannedDisk:
 
     place, device, is_near, keeps_memory, least = Place.DISK, META, False, False, LEAST_ON_DISK
 
-    def __init__(self, config: ZeroConfig, courier: Courier, on_buffer: OnBuffer) -> None:
-        self.limit, self.courier = shelf_limit(config.sub_group_size), courier
+    def __init__(self, config: ZeroConfig, courier: Courier, on_buffer: OnBuffer, log: Enqueued) -> None:
+        self.limit, self.courier, self.log = shelf_limit(config.sub_group_size), courier, log
         self.on_buffer: OnBuffer = on_buffer if courier.crosses else lambda tensors, category: None
         self.moved: Counter[str] = Counter()
         self._buffers = config.offload_buffer_count
@@ -78,6 +85,10 @@ class PlannedDisk:
             del self._recent[next(iter(self._recent))]
         return kinds - present
 
+    def has(self, shelf: _PlannedShelf) -> bool:
+        """Whether a shelf is in a buffer."""
+        return shelf in self._recent
+
     def held(self) -> Mapping[Place, int]:
         return {Place.HOST: self._buffers * self.largest}
 
@@ -88,6 +99,7 @@ class PlannedDisk:
 class _PlannedShelf:
     def __init__(self, home: PlannedDisk, numel: int, flats: Mapping[str, Tensor]) -> None:
         self._home, self.numel, self.flats, self._opened = home, numel, {}, 0
+        self._fetched: Handle | None = None  # a read that was begun before it was needed
         self._shown: set[str] = set()
         self._changed: set[str] = set()
         with self.open(write=True):
@@ -106,6 +118,11 @@ class _PlannedShelf:
             self._home.on_buffer([values], ELSEWHERE)
             self.flats[kind].data = values
             self._home.moved["read"] += values.nbytes if kind in missing and not anew else 0
+            if kind in missing and not anew and self._fetched is None:
+                self._home.log.copy("disk read", values.nbytes, "disk").wait()
+        if self._fetched is not None:
+            self._fetched.wait()
+            self._fetched = None
         self._shown |= wanted
         self._changed |= wanted if write else set()
         try:
@@ -116,14 +133,19 @@ class _PlannedShelf:
                 self._close()
 
     def _close(self) -> None:
-        self._home.moved["write"] += sum(self.numel * self.flats[kind].itemsize for kind in self._changed)
+        written = sum(self.numel * self.flats[kind].itemsize for kind in self._changed)
+        self._home.moved["write"] += written
+        if written:
+            self._home.log.copy("disk write", written, "disk")
         for flat in self.flats.values():
             flat.data = torch.empty(1, dtype=flat.dtype, device=META).expand(self.numel)
         self._shown.clear()
         self._changed.clear()
 
     def begin_fetch(self) -> None:
-        """Nothing takes time."""
+        nbytes = sum(self.numel * flat.itemsize for flat in self.flats.values())
+        if self._fetched is None and not self._home.has(self):
+            self._fetched = self._home.log.copy("disk read", nbytes, "disk")
 
     def add(self, kind: str, tensor: Tensor) -> None:
         self.flats[kind] = tensor
@@ -177,17 +199,25 @@ class _PlannedActivation:
         self._shelf.leave()
 
 
-def planned_homes(config: ZeroConfig, backend: str, on_buffer: OnBuffer, *, checkpointing: bool = False) -> Homes:
+def planned_homes(
+    config: ZeroConfig,
+    backend: str,
+    on_buffer: OnBuffer,
+    *,
+    checkpointing: bool = False,
+    log: Enqueued | None = None,
+) -> Homes:
     """Where slices would rest, as `config` says; CPU ranks (gloo) have no device apart from the host.
 
-    Without `checkpointing` no activations are elsewhere.
+    Without `checkpointing` no activations are elsewhere. Copies are noted in `log`.
     """
+    log = log or Enqueued()
     near, is_cpu = MemoryHome(Place.DEVICE, META), backend == "gloo"
-    courier: Courier = AtOnce() if is_cpu else BufferedCourier(PlannedLanes(on_buffer))
+    courier: Courier = AtOnce() if is_cpu else BufferedCourier(PlannedLanes(on_buffer, log))
     host = MemoryHome(Place.HOST, META, is_near=is_cpu, limit=config.sub_group_size, courier=courier)
 
     def home(where: str) -> Home:
-        return {"none": near, "cpu": host}.get(where) or PlannedDisk(config, courier, on_buffer)
+        return {"none": near, "cpu": host}.get(where) or PlannedDisk(config, courier, on_buffer, log)
 
     where = config.offload_activations_device if checkpointing else "none"
     return Homes(

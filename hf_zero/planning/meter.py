@@ -145,6 +145,11 @@ class StorageMeter(TorchDispatchMode):
             entry.category, entry.nbytes = category, tensor.untyped_storage().nbytes()
             self.live[category] += entry.nbytes
 
+    def is_in(self, category: str, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor counts in a category."""
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry.category == category
+
     def refresh(self) -> None:
         """Read the present size of the resizable storages."""
         for tensor in self.resizable():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hf_zero.core.placement import STAGES, Place, Placement
 
 
+PLACES = {Place.DEVICE: "GPU", Place.HOST: "host memory", Place.DISK: "disk"}  # for people
 _DEVICES = {Place.DEVICE: "none", Place.HOST: "cpu", Place.DISK: "nvme"}
 
 

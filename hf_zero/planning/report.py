@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zero.command_line import wide_console
-from hf_zero.core.placement import Place
 from hf_zero.planning.compare import Comparison
 from hf_zero.planning.model import PlanError
 from hf_zero.planning.optimizers import kept_by
+from hf_zero.planning.places import PLACES
 from hf_zero.planning.plan import HEADROOM, Plan, Request, Row
 from hf_zero.planning.spread import ALL_RANKS
 from hf_zero.planning.units import BYTES, cell, count, size, unit_for
@@ -34,8 +34,6 @@ COLUMNS = {
 TABLE_WIDTH = 200
 # What a rank sends for micro-batches that several ranks share, and the name of its column.
 SHARED = {"tensor parallelism": "of it for layers", "sequences": "of it for sequences"}
-
-PLACES = {Place.DEVICE: "GPU", Place.HOST: "host memory", Place.DISK: "disk"}
 
 
 def columns(row: Row) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How long a step takes on a machine, for every way to train a model there, and which way is the fastest."""
+"""How long a step takes on a machine, for one way to train a model there, and a whole run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.core.placement import Place
 from hf_zero.planning.costs import Machine
 from hf_zero.planning.enqueued import Enqueued, Mark, Operation
 from hf_zero.planning.optimizers import kept_by
+from hf_zero.planning.places import ON_DEVICE, PLACES, Places
 from hf_zero.planning.plan import Request
-from hf_zero.planning.progress import Tell
-from hf_zero.planning.spread import ALL_RANKS, Spread, spreads
+from hf_zero.planning.sharing import ranks_of_a_batch
+from hf_zero.planning.spread import ALL_RANKS, Spread
 from hf_zero.planning.timeline import Timeline, replay
 from hf_zero.planning.trace import Footprint, Scenario, trace
 
@@ -29,18 +31,23 @@ STATE_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to train; `config` has the settings of the stage and of `spread`."""
+    """One way to train; `config` has the settings of the stage, of `spread` and of `places`."""
 
     config: ZeroConfig
     checkpointing: bool
     rows: int
     accumulation: int
     spread: Spread = ALL_RANKS
+    places: Places = ON_DEVICE
 
     @property
     def label(self) -> str:
         words = [f"stage {self.config.zero_stage}"]
         words += [] if self.spread is ALL_RANKS else [self.spread.name]
+        sizes = {"tp": self.config.tp_size, "sp": self.config.sp_size}
+        words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        for what, place in (("states", self.places.optimizer), ("weights", self.places.parameters)):
+            words += [] if place is Place.DEVICE else [f"{what} in {PLACES[place]}"]
         return ", ".join([*words, *(["checkpointing"] if self.checkpointing else [])])
 
 
@@ -50,7 +57,7 @@ class Pace:
 
     Attributes:
         flops: products of one step of one rank, without any that are made again under checkpointing.
-        tokens: of one step of one rank.
+        tokens: of one step, over all ranks that compute with the same ones.
         peak: FLOP/s of the machine in the dtype of computation.
     """
 
@@ -59,7 +66,7 @@ class Pace:
     timeline: Timeline
     fits: bool
     flops: float
-    tokens: int
+    tokens: float
     peak: float
 
     @property
@@ -111,7 +118,7 @@ def time_step(model: nn.Module, request: Request, way: Way, machine: Machine) ->
         timeline=replay(log.events, machine.shared_by(request.gpus)),
         fits=request.fits(footprint),
         flops=PASSES * sum(operation.flops for operation in last),
-        tokens=batch.tokens * way.accumulation,
+        tokens=batch.tokens * way.accumulation / ranks_of_a_batch(way.config),
         peak=machine.peak(max(last, key=lambda operation: operation.flops).dtype),
     )
 
@@ -126,72 +133,6 @@ def _last_step(log: Enqueued) -> list[Operation]:
         elif isinstance(event, Operation) and part == "forward":
             found.append(event)
     return found
-
-
-def ways(model: nn.Module, request: Request) -> list[Way]:
-    """Every stage, over all ranks and over nodes, with and without checkpointing, as the request leaves it open."""
-    stages = (0, 1, 2, 3) if request.world_size > 1 else (0,)
-    checkpointing = (False, True) if request.checkpointing is None else (request.checkpointing,)
-    if request.checkpointing is None and not getattr(model, "supports_gradient_checkpointing", False):
-        checkpointing = (False,)
-    return [
-        Way(
-            config=request.config.replace(zero_stage=stage, node_size=request.gpus, **spread.settings),
-            checkpointing=again,
-            rows=request.batch.rows,
-            accumulation=request.accumulation,
-            spread=spread,
-        )
-        for again in checkpointing
-        for stage in stages
-        for spread in spreads(stage, request.nodes, request.gpus, request.accumulation)
-    ]
-
-
-def compare(model: nn.Module, request: Request, machine: Machine, tell: Tell) -> list[Pace]:
-    """The time of every way."""
-    found, asked = [], ways(model, request)
-    for number, way in enumerate(asked):
-        tell(f"timing {way.label}", number + 1, len(asked))
-        found.append(time_step(model, request, way, machine))
-    return found
-
-
-def fastest(model: nn.Module, request: Request, machine: Machine, tell: Tell, most_rows: int = 64) -> list[Pace]:
-    """The time of every way that fits, each with as many rows per micro-batch as fit; the fastest first.
-
-    Micro-batches are made larger as long as a step does not take more tokens than asked for.
-    """
-    per_step = request.batch.rows * request.accumulation
-    found, asked = [], ways(model, request)
-    for number, way in enumerate(asked):
-        tell(f"searching {way.label}", number + 1, len(asked))
-        pace = time_step(model, request, replace(way, rows=1, accumulation=per_step), machine)
-        if not pace.fits:
-            continue
-        rows = _most_rows(pace, request, min(per_step, most_rows))
-        while rows > 1:
-            larger = replace(way, rows=rows, accumulation=per_step // rows)
-            tell(f"searching {way.label} with {rows} rows", number + 1, len(asked))
-            tried = time_step(model, request, larger, machine)
-            if tried.fits:
-                pace = max(pace, tried, key=lambda one: one.tokens_per_second)
-                break
-            rows = _divisor_below(per_step, rows)
-        found.append(pace)
-    return sorted(found, key=lambda one: -one.tokens_per_second)
-
-
-def _most_rows(pace: Pace, request: Request, most: int) -> int:
-    """How many rows would fit, by what one row's forward leaves: the largest divisor of a step's rows below that."""
-    per_row = max(1, pace.footprint.activations)
-    room = request.usable - pace.footprint.peak_bytes
-    per_step = pace.way.rows * pace.way.accumulation
-    return max(rows for rows in range(1, most + 1) if per_step % rows == 0 and (rows - 1) * per_row <= max(0, room))
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    return max((divisor for divisor in range(1, limit) if number % divisor == 0), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)

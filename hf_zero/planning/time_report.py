@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Table
 from hf_zero.command_line import wide_console
 from hf_zero.planning.costs import Machine
 from hf_zero.planning.model import PlanError
+from hf_zero.planning.places import ON_DEVICE
 from hf_zero.planning.plan import Request
 from hf_zero.planning.report import TABLE_WIDTH, accelerate_yaml
 from hf_zero.planning.step_time import GPU_HOURS_PER_FAILURE, Pace, Run
@@ -116,6 +118,9 @@ def to_json(paces: list[Pace], request: Request, machine: Machine) -> str:
             "checkpointing": pace.way.checkpointing,
             "rows": pace.way.rows,
             "micro_batches": pace.way.accumulation,
+            "tp_size": pace.way.config.tp_size,
+            "optimizer_home": pace.way.places.optimizer.value,
+            "parameter_home": pace.way.places.parameters.value,
             "seconds": pace.timeline.seconds,
             "bounds": bounds(pace, machine),
             "computing": pace.timeline.computing,
@@ -142,4 +147,10 @@ def write_best(paces: list[Pace], request: Request, path: Path) -> None:
         f"# Train with per_device_train_batch_size: {best.way.rows}, gradient_accumulation_steps: "
         f"{best.way.accumulation}, gradient_checkpointing: {str(best.way.checkpointing).lower()}.\n"
     )
-    accelerate_yaml(request, best.way.config.zero_stage, head, path, best.way.spread.settings)
+    settings = dict(best.way.spread.settings)
+    if best.way.places != ON_DEVICE:
+        moved = best.way.places.options()
+        on_disk = "nvme" in moved.values()
+        settings |= {name: value for name, value in moved.items() if on_disk or "nvme" not in name}
+    chosen = replace(request, config=best.way.config)
+    accelerate_yaml(chosen, best.way.config.zero_stage, head, path, settings)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.planning.costs import Machine
-from hf_zero.planning.enqueued import Event, Mark, Move, Operation, Read, Wait
+from hf_zero.planning.costs import COPIES, Machine
+from hf_zero.planning.enqueued import Behind, Event, Mark, Move, Operation, Read, Wait
 
 
 COMPUTE = "computation"
@@ -114,6 +114,7 @@ class _Replay:
         self._channels: defaultdict[str, float] = defaultdict(float)
         self._links: defaultdict[bool, float] = defaultdict(float)
         self._ends: dict[Move, float] = {}
+        self._gate = 0.0  # when the next collective may begin
 
     def take(self, event: Event) -> None:
         match event:
@@ -121,8 +122,10 @@ class _Replay:
                 self._operate(event)
             case Move():
                 self._launch(event)
-            case Wait(move):
-                self._wait(move)
+            case Wait(move, host):
+                self._wait(move, host)
+            case Behind(move):
+                self._gate = self._ends[move]
             case Read():
                 self._host = max(self._host, self._compute)
             case Mark("step"):
@@ -137,6 +140,9 @@ class _Replay:
         self._began = now
 
     def _operate(self, operation: Operation) -> None:
+        if operation.on_host and not self.machine.host_computes:
+            self._compute_on_host(operation)
+            return
         self._host += self.machine.launch
         start = max(self._host, self._compute)
         seconds = self.machine.operation_seconds(operation)
@@ -149,18 +155,46 @@ class _Replay:
         if self.machine.host_computes:
             self._host = self._compute
 
+    def _compute_on_host(self, operation: Operation) -> None:
+        """Nothing more is launched until it is over, so that the device stands still when it has done all before."""
+        start = self._host
+        self._host += self.machine.operation_seconds(operation)
+        self._note("host", operation.name, start, self._host)
+        self._stand_still("step on the host", "state", self._host)
+
+    def _stand_still(self, kind: str, label: str, until: float) -> None:
+        if until > self._compute:
+            self.steps[-1].exposed[kind, label] += until - self._compute
+            self._compute = until
+
+    def _copy(self, move: Move) -> None:
+        """On a lane of its own, beside collectives and computation."""
+        before = self._host if move.by == "disk" else max(self._host, self._compute)
+        start = max(before, self._channels[move.channel])
+        self._ends[move] = self._channels[move.channel] = start + self.machine.move_seconds(move)
+        self.steps[-1].moving[move.kind] += self._ends[move] - start
+        self._note(move.channel, move.kind, start, self._ends[move])
+
     def _launch(self, move: Move) -> None:
         self._host += self.machine.launch
+        if move.by in COPIES:
+            self._copy(move)
+            return
         if move.by == "reads":
             return
-        between = self.machine.nodes_of(move) > 1
-        start = max(self._host, self._compute, self._channels[move.channel], self._links[between])
+        between, gate = self.machine.nodes_of(move) > 1, self._gate
+        self._gate = 0.0
+        start = max(self._host, self._compute, self._channels[move.channel], self._links[between], gate)
         stop = start + self.machine.move_seconds(move)
         self._ends[move] = self._channels[move.channel] = self._links[between] = stop
         self.steps[-1].moving[move.kind] += stop - start
         self._note(move.channel, f"{move.kind} of {move.label}", start, stop)
 
-    def _wait(self, move: Move) -> None:
+    def _wait(self, move: Move, host: bool) -> None:
+        if move.by in COPIES:
+            self._stand_still(move.kind, move.label, self._ends[move])
+            self._host = max(self._host, self._ends[move]) if host else self._host
+            return
         if move.by == "reads":
             start = max(self._host, self._compute)
             stop = start + self.machine.move_seconds(move)

@@ -7,6 +7,7 @@ schedule changes the plan too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -190,8 +191,12 @@ def _trace(share: Sharing, scenario: Scenario, inputs: dict[str, Any] | None, lo
         on_buffer=lambda tensors: meter.label(tensors, "communication"),
         around=None if log is None else log.noting,
     )
+    if log is not None:
+        log.is_apart = functools.partial(meter.is_in, ELSEWHERE)
     with meter:
-        homes = planned_homes(scenario.config, scenario.backend, meter.label, checkpointing=scenario.checkpointing)
+        homes = planned_homes(
+            scenario.config, scenario.backend, meter.label, checkpointing=scenario.checkpointing, log=log
+        )
         engine = ZeroEngine(
             model, scenario.config, group=comm, device=torch.device("meta"), homes=homes, mixins=share.mixins
         )

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow  # plans of whole models
 
 HOST, DISK = Place.HOST, Place.DISK
 SHORT = ["--no-gradient-checkpointing", "--seq-len", "16"]
-RECIPE = Path(__file__).parents[2] / "recipes" / "accelerate_configs" / "zero2_offload.yaml"
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 OPTIMIZER_ON_HOST = Places(optimizer=HOST)
 ALL_ON_HOST = Places(optimizer=HOST, parameters=HOST)
@@ -301,7 +300,6 @@ def test_a_recommended_stage_is_one_that_runs(folder, tmp_path, capsys):
         (["--nvme", ""], "--nvme : write a size"),
         (["--cpu", "--host-memory", "64GB"], "is in host memory already"),
         (["--cpu", "--offload"], "is in host memory already"),
-        (["--time", "--config", RECIPE], f"leave the offload keys out of {RECIPE}"),
     ],
 )
 def test_mistakes_are_told_in_one_line(words, says, folder, capsys):

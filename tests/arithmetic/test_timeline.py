@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from hf_zero.cli import main
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.planning import enqueued
 from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
-from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Read, Wait
-from hf_zero.planning.model import BatchShape, build
+from hf_zero.planning.enqueued import Behind, Enqueued, Mark, Move, Operation, Read, Wait
+from hf_zero.planning.model import BatchShape, PlanError, build
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.plan import Request
 from hf_zero.planning.progress import silent
-from hf_zero.planning.step_time import Run, compare, fastest, whole_run
+from hf_zero.planning.search import compare, fastest
+from hf_zero.planning.step_time import Run, whole_run
+from hf_zero.planning.time_report import write_best
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.calibrate import calibrate, spread
@@ -106,6 +109,36 @@ def test_a_host_that_reads_a_value_launches_nothing_ahead():
 def test_operations_slow_down_beside_a_collective():
     move = _move(2)
     assert _step(move, _operation(4), Wait(move), contention=0.5).seconds == pytest.approx(5)
+
+
+def _copy(seconds, kind="upload", by="bus"):
+    return Move(kind, "state", int(seconds * 1e9), (0,), kind if by == "bus" else by, by)
+
+
+def test_copies_run_beside_operations_and_hold_up_what_waits_for_them():
+    up, down = _copy(2), _copy(3, "download")
+    rates = {"bus_rate": 1e9, "host_rate": 1e9}
+    assert _step(up, down, _operation(4), Wait(up), **rates).seconds == pytest.approx(4)
+    found = _step(up, _operation(1), Wait(up), _operation(1), **rates)
+    assert found.seconds == pytest.approx(3) and found.exposed["upload", "state"] == pytest.approx(1)
+    last = _copy(1)
+    assert _step(_copy(2), _copy(2), last, Wait(last), **rates).seconds == pytest.approx(5), "one lane"
+
+
+def test_a_collective_behind_a_copy_begins_when_it_has_come_up():
+    up, move = _copy(2), _move(3)
+    assert _step(up, Behind(up), move, Wait(move), bus_rate=1e9).seconds == pytest.approx(5)
+
+
+def test_a_step_on_the_host_takes_its_own_time_and_launches_nothing_meanwhile():
+    step = replace(_operation(2), on_host=True)
+    found = _step(_operation(1), step, _operation(1), host_rate=0.5e9)
+    assert found.seconds == pytest.approx(5) and found.exposed["step on the host", "state"] == pytest.approx(3)
+
+
+def test_a_node_has_one_disk():
+    read = _copy(1, "disk read", "disk")
+    assert _step(read, Wait(read, host=True), _operation(1), disk_rate=1e9).seconds == pytest.approx(3)
 
 
 def test_the_last_step_pays_for_what_the_one_before_has_begun():
@@ -367,10 +400,52 @@ def test_the_fastest_way_takes_as_many_rows_as_fit_and_keeps_the_tokens_of_a_ste
     request = _request(accumulation=8, nodes=1, checkpointing=False)
     found = fastest(model, request, _machine(launch=1e-4), silent)
     assert found == sorted(found, key=lambda pace: -pace.tokens_per_second)
-    assert {pace.way.rows * pace.way.accumulation for pace in found} == {8}
-    assert found[0].way.rows == 8, "launches bound a step, and memory is plenty"
+    batches = {(pace.way.rows * pace.way.accumulation, pace.way.config.tp_size) for pace in found}
+    assert batches == {(8, 1), (16, 2)} and {pace.tokens for pace in found} == {8 * 64}
+    alone = next(pace for pace in found if pace.way.config.tp_size == 1)
+    assert alone.way.rows == 8, "launches bound a step, and memory is plenty"
     resident = min(pace.footprint.peak_bytes for pace in found)
     assert fastest(model, _request(gpu_memory=resident // 4), _machine(), silent) == []
+
+
+@pytest.mark.slow
+def test_layers_are_shared_where_gathers_are_slow_and_the_yaml_says_so(model, tmp_path):
+    request = _request(nodes=1, checkpointing=False, accumulation=2)
+    machine = _machine(flops={"fp32": 1e9, "bf16": 1e9}, node_rate=1e8)
+    found = fastest(model, request, machine, silent)
+    tp = [pace for pace in found if pace.way.config.tp_size == 2]
+    assert tp and {pace.tokens for pace in found} == {128}
+    assert tp[0].footprint.sent["tensor parallelism"] > 0
+    assert any("activations" in label for _, label in tp[0].timeline.exposed), tp[0].timeline.exposed
+    write_best(tp, request, tmp_path / "tp.yaml")
+    written = ZeroConfig.from_any(str(tmp_path / "tp.yaml"))
+    assert (written.tp_size, written.zero_stage) == (2, tp[0].way.config.zero_stage)
+    settled = replace(request, config=ZeroConfig.from_any({"zero_stage": 3, "tp_size": 2}))
+    assert {pace.way.config.tp_size for pace in fastest(model, settled, machine, silent)} == {2}
+
+
+@pytest.mark.slow
+def test_states_go_to_the_host_where_they_do_not_fit_and_their_way_takes_time(model, tmp_path):
+    request = _request(nodes=1, checkpointing=False)
+    on_device = compare(model, request, _machine(), silent)
+    limit = int(0.8 * min(pace.footprint.peak_bytes for pace in on_device) / 0.9)
+    small = replace(request, gpu_memory=limit)
+    assert fastest(model, small, _machine(), silent) == [], "nobody knows how fast the bus is"
+    speeds = [fastest(model, small, _machine(bus_rate=rate, host_rate=1e9), silent)[0] for rate in (1e9, 1e7)]
+    assert "states in host memory" in speeds[0].way.label
+    assert speeds[1].timeline.seconds > speeds[0].timeline.seconds
+    assert speeds[0].timeline.moving["upload"] > 0 and speeds[0].timeline.moving["download"] > 0
+    assert speeds[0].timeline.exposed["step on the host", "state"] > 0
+    write_best(speeds[:1], small, tmp_path / "host.yaml")
+    assert ZeroConfig.from_any(str(tmp_path / "host.yaml")).offload_optimizer_device == "cpu"
+
+
+def test_offload_without_rates_is_refused(model):
+    config = ZeroConfig(zero_stage=3, offload_optimizer_device="cpu")
+    with pytest.raises(PlanError, match="has no bus_rate and no host_rate"):
+        compare(model, _request(config=config), _machine(), silent)
+    with pytest.raises(PlanError, match="beside GPUs only"):
+        compare(model, _request(config=config, backend="gloo"), _machine(host_computes=True), silent)
 
 
 @pytest.mark.slow
