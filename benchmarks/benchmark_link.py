@@ -42,6 +42,7 @@ _NEW_NETWORK = 0x40000000
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="33m", help="of benchmark_systems.SIZES")
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--length", type=int, default=32)
@@ -91,7 +92,7 @@ def run_rank(rank: int, args: argparse.Namespace, networks: list[str], folder: s
     torch.set_num_threads(1)
     join("gloo", Path(folder) / "store", rank, 2 * RANKS_OF_A_NODE)
     case = Case(
-        system="", size=args.size, precision="bf16", accumulation=args.accumulation, rows=1, length=args.length
+        system="", size=args.size, precision=args.precision, accumulation=args.accumulation, rows=1, length=args.length
     )
     base = build_model(args.size)
     found = [measure(name, base, case, args.steps, f"node{node}") for name in args.rows]
@@ -111,7 +112,8 @@ def prepare(name: str, model, case):
 
     class Nodes(Zero):
         def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-            settings = {"zero_stage": 3, "mixed_precision": "bf16", "node_size": RANKS_OF_A_NODE, **ROWS[name]}
+            dtype = "bf16" if self.case.precision == "bf16" else "no"
+            settings = {"zero_stage": 3, "mixed_precision": dtype, "node_size": RANKS_OF_A_NODE, **ROWS[name]}
             self.engine = hf_zero.shard(model, self.optimizer, settings)
             return model
 
@@ -194,8 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=1))
     print(
-        f"torch {torch.__version__}, {args.size} in bf16, {args.accumulation} micro-batches of {args.length} tokens, "
-        f"2 x {RANKS_OF_A_NODE} ranks, {args.rate} MB/s between nodes"
+        f"torch {torch.__version__}, {args.size} in {args.precision}, {args.accumulation} micro-batches of "
+        f"{args.length} tokens, 2 x {RANKS_OF_A_NODE} ranks, {args.rate} MB/s between nodes"
     )
     print(table(rows))
 

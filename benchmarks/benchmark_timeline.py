@@ -140,20 +140,24 @@ _ON_LINKS = ("hf_zero, stage 3", "hf_zero, nodes keep weights")
 
 def links(args: argparse.Namespace) -> Iterator[Compared]:
     """Seconds of a step of 2 x 2 CPU ranks of this machine, whose nodes are linked slowly."""
-    of_node, size, work = benchmark_link.RANKS_OF_A_NODE, args.sizes[0], {"rows": 1, "length": 32, "accumulation": 8}
+    of_node, size, precision = benchmark_link.RANKS_OF_A_NODE, args.sizes[0], args.precision[0]
+    work = {"rows": 1, "length": 32, "accumulation": 8}
     # The ranks of a node share the link, and all ranks share the cores.
     machine = read_machine(str(_calibrated(args.output))).shared_by(2 * of_node)
     for rate in RATES:
-        rows = args.output / f"link-{rate}.json"
+        rows = args.output / f"link-{size}-{precision}-{rate}.json"
         if not rows.exists():
             command = [sys.executable, str(HERE / "benchmark_link.py"), "--size", size, "--rate", str(rate)]
-            subprocess.run([*command, "--rows", *_ON_LINKS, "--output", str(rows)], check=True)
+            command += ["--precision", precision, "--rows", *_ON_LINKS, "--output", str(rows)]
+            subprocess.run(command, check=True)
         linked = replace(machine, ranks_per_node=of_node, net_rate=rate * 1e6 / of_node)
         for row in json.loads(rows.read_text()):
             settings = benchmark_link.ROWS[row["row"]]
-            config = ZeroConfig(zero_stage=3, mixed_precision="bf16", node_size=of_node, **settings)
+            dtype = "bf16" if precision == "bf16" else "no"
+            config = ZeroConfig(zero_stage=3, mixed_precision=dtype, node_size=of_node, **settings)
             pace = predict(build_model(size).to("meta"), linked, config, "gloo", {**work, "nodes": 2, "gpus": of_node})
-            what = f"{size}, 2 x {of_node} ranks, {rate} MB/s, {row['row'].removeprefix('hf_zero, ')}"
+            what = f"{size}, {precision}, 2 x {of_node} ranks, {rate} MB/s, "
+            what += row["row"].removeprefix("hf_zero, ")
             yield Compared(what=what, measured=row["seconds"], predicted=pace.timeline.seconds)
 
 
