@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_zero.comm.codec import Codec
 from hf_zero.comm.feedback import ErrorFeedback
 from hf_zero.comm.meter import Quantised
-from hf_zero.comm.peer_memory import PeerMemory
 from hf_zero.comm.sums import DecodedSum, RankOrderSum
 from hf_zero.comm.traffic import Traffic
 from hf_zero.comm.transport import Transport
@@ -23,7 +22,7 @@ from hf_zero.comm.transport.counting import Counting
 from hf_zero.comm.transport.group import GroupTransport
 from hf_zero.comm.transport.messages import Messages
 from hf_zero.comm.transport.nccl import Nccl
-from hf_zero.comm.transport.reads import Reads
+from hf_zero.comm.transport.reads import connect_memory
 from hf_zero.comm.watchdog import Watchdog
 from hf_zero.comm.work import UNTAGGED, Landing, OnChunk, Tag, Work
 from hf_zero.errors import ZeroRuntimeError
@@ -63,7 +62,7 @@ class Communicator:
         reads: bool = False,
     ) -> None:
         self._transport = transport
-        self.rank, self.world_size = transport.rank, transport.size
+        self.rank, self.world_size, self.deals = transport.rank, transport.size, transport.deals
         self.deterministic, self.watchdog = deterministic, watchdog
         self.near = self.world_size - 1 if near is None else near
         self.traffic = Traffic() if traffic is None else traffic
@@ -97,7 +96,7 @@ class Communicator:
         transport = Messages(group)
         reads = peer_memory and (device is None or device.type == "cpu")
         return cls(
-            _connect_memory(transport) if reads and together else transport,
+            connect_memory(transport) if reads and together else transport,
             deterministic=deterministic,
             watchdog=cls._watch(transport, hang_timeout_s),
             reads=reads,
@@ -110,7 +109,7 @@ class Communicator:
         """
         transport = self._transport.split(groups)
         if near == transport.size - 1 and self._reads:
-            transport = _connect_memory(transport)
+            transport = connect_memory(transport)
         watchdog = self.watchdog if joins else None
         if not joins and self.watchdog is not None and isinstance(transport, GroupTransport):
             watchdog = self._watch(transport, self.watchdog.timeout_s)
@@ -147,7 +146,7 @@ class Communicator:
         transport = transport if around is None else around(transport)
         reads = peer_memory and backend != "nccl"
         return cls(
-            _connect_memory(transport) if reads and together else transport, deterministic=deterministic, reads=reads
+            connect_memory(transport) if reads and together else transport, deterministic=deterministic, reads=reads
         )
 
     @classmethod
@@ -332,6 +331,14 @@ class Communicator:
         self._transport.broadcast(tensor, source)
         return tensor
 
+    def deal(self, given: Sequence[Tensor], wanted: Sequence[tuple[int, Tensor]], tag: Tag, source: int = 0) -> None:
+        """Fill each of `wanted` (first element, tensor) from `given`, flat tensors of rank `source`, end to end.
+
+        On the source nothing is wanted, on others nothing is given.
+        """
+        self.traffic.count("deal", sum(tensor.nbytes for _, tensor in wanted))
+        self._work(self._transport.deal(given, wanted, source, tag), "first values", tag).wait()
+
     def broadcast_all(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to all ranks, in place, in one message per dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -390,11 +397,3 @@ class Communicator:
 
     def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
         return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
-
-
-def _connect_memory(transport: Transport) -> Transport:
-    """For ranks of one machine: the same, by reading each other's memory; as it is where the system forbids that."""
-    if not isinstance(transport, Messages):
-        return transport.by_reads()
-    peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
-    return transport if peers is None else Reads(transport, peers)

@@ -166,9 +166,9 @@ class PeerMemory:
 
     # -- the peers' memory ----------------------------------------------------------------------------------------
 
-    def expect(self, kind: int, tag: int) -> None:
-        """Wait until every peer has offered. Raises RuntimeError where one has ended instead."""
-        while missing := {peer for peer in self.ranks if not self._offered.get((peer, kind, tag))}:
+    def expect(self, kind: int, tag: int, peers: Iterable[int]) -> None:
+        """Wait until these peers have offered. Raises RuntimeError where one has ended instead."""
+        while missing := {peer for peer in peers if not self._offered.get((peer, kind, tag))}:
             self._take_from(missing)
 
     def read(self, peer: int, kind: int, tag: int, target: Tensor, start: int = 0) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import dtensors
 from hf_zero.comm.codec import Codec
 from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import UNTAGGED, Tag, Work
-from hf_zero.core import deferred, guard
+from hf_zero.core import guard
 from hf_zero.core.extents import node_bounds
+from hf_zero.core.first_values import first_values
 from hf_zero.core.gradient_route import GradientRoute
 from hf_zero.core.gradient_shard import GradientShard
 from hf_zero.core.heap import heap
@@ -92,42 +92,29 @@ class FlatBuffer:
 
         No collective where every parameter is sharded and can be read in slices.
         """
-        device, sources = self.device, [deferred.take(param) for param in self.params]
-        found = [source for source in sources if source is not None]
-        if self.sharded and len(found) == len(sources):
-            owned = self._read_slice(found, device)
-            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=device)
+        whole = first_values(
+            self.layout, self.params, self.original_dtype, self.device, self.mesh, self.parts, self._needed, self.tag
+        )
+        low, _ = self._needed
+        owned = whole[self.begin - low : self.end - low]
+        if self.sharded:
+            self.unsharded = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         else:
-            values = torch.zeros(self.layout.padded_numel, dtype=self.original_dtype, device=device)
-            for param, source, view in zip(self.params, sources, self.views(values), strict=True):
-                if source is None:
-                    view.copy_(dtensors.local(param.detach()))
-                else:
-                    source.read(0, view.view(-1))
-            self.parts.agree(values, self.views(values))
-            owned = values[self.begin : self.end]
-            self.unsharded = values.to(self.dtype)
+            self.unsharded = whole.to(self.dtype)
         self._make_node_slice()
         if self.trainable:
-            self.resting.take_masters(owned, self.master_dtype)
+            self.resting.take_masters(owned, self.master_dtype, stays=self.sharded or self.dtype == whole.dtype)
             self.share_masters()
         elif self.sharded:
             self.resting.take_frozen(owned, self._rest_dtype, self.codec)
-        freed = owned.nbytes
-        del owned
+        freed = whole.nbytes
+        del owned, whole
         if self.node_slice is not None:
             self.refresh(exact=True).wait()
         self._point_parameters()
         if self.sharded:
             self.release()
             heap.has_freed(freed)
-
-    def _read_slice(self, sources: Sequence[deferred.Source], device: torch.device) -> Tensor:
-        """This rank's slice of parameters whose values are still in files."""
-        owned = torch.zeros(self.end - self.begin, dtype=self.original_dtype, device=device)
-        for span in self.layout.spans(self.begin, self.end):
-            sources[span.index].read(span.start, owned[span.offset : span.offset + span.numel])
-        return owned
 
     def _make_node_slice(self) -> None:
         if self.trainable and self._by_node:
@@ -146,13 +133,17 @@ class FlatBuffer:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
-        spans = zip(self.layout.offsets, self.layout.numels, self.layout.shapes, strict=True)
-        return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
+        return self.layout.views(flat)
 
     def _point_parameters(self) -> None:
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):
             guard.point_to(param, view)
         self._note_versions()
+
+    @property
+    def _needed(self) -> tuple[int, int]:
+        """The elements that stay here of the first values."""
+        return (self.begin, self.end) if self.sharded else (0, self.layout.padded_numel)
 
     @property
     def owns_slice(self) -> bool:

@@ -177,6 +177,7 @@ class Assignment:
     def __init__(self, first: Iterable[tuple[int, Home]], home: Home, host: Home) -> None:
         self._first = [(count, near) for count, near in first if near.place.distance < home.place.distance]
         self._home, self._host = home, host
+        self.stays_near = home.place is Place.DEVICE  # all of it
 
     def cut(self, numel: int) -> Iterator[tuple[int, int, Home]]:
         """The next `numel` elements as ranges that each rest on one shelf of a home."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 
 # Every parameter and every rank's slice starts on this boundary, so that vector loads and BLAS see the same alignment
 # as in a tensor of their own (bitwise equal results depend on it on CPU).
@@ -64,12 +66,27 @@ class FlatLayout:
         """The half-open element range that `rank` owns."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of `flat`, a tensor of the whole range, one per parameter."""
+        spans = zip(self.offsets, self.numels, self.shapes, strict=True)
+        return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
+
     def spans(self, begin: int, end: int) -> Iterator[Span]:
         """The parts of parameters inside [begin, end); `Span.offset` counts from `begin`."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             low, high = max(begin, offset), min(end, offset + numel)
             if low < high:
                 yield Span(index=index, start=low - offset, offset=low - begin, numel=high - low)
+
+    def gaps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of [begin, end) that hold no parameter, counted from `begin`."""
+        at = 0
+        for span in self.spans(begin, end):
+            if at < span.offset:
+                yield at, span.offset
+            at = span.offset + span.numel
+        if at < end - begin:
+            yield at, end - begin
 
     def runs(self, begin: int, end: int, labels: Sequence[_Label]) -> list[tuple[_Label, int, int]]:
         """Cut [begin, end) into (label, start, stop) runs, one label per parameter, positions counted from `begin`.

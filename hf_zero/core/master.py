@@ -35,6 +35,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def in_one_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 class WeightShard:
     """Elements [start, stop) of what a rank owns of one buffer, of which gathers are made: frozen, or of a master."""
 
@@ -126,6 +130,7 @@ class MasterShard(GradientShard):
     Args:
         on_write: called with the shard, open, when its values may have changed.
         shape: of the weight, where it is a whole parameter.
+        room: flat memory of the home's device, with values, that the weight is to have; None: zeros of its own.
     """
 
     def __init__(
@@ -138,9 +143,12 @@ class MasterShard(GradientShard):
         home: Home,
         on_write: Callable[[MasterShard], None] | None = None,
         shape: Sequence[int] | None = None,
+        room: Tensor | None = None,
     ) -> None:
         shape = (stop - start,) if shape is None else shape
-        super().__init__(layout, begin, start, stop, torch.zeros(shape, dtype=dtype, device=home.device), home.courier)
+        # `data`: the weight counts its versions by itself.
+        weight = torch.zeros(shape, dtype=dtype, device=home.device) if room is None else room.data
+        super().__init__(layout, begin, start, stop, weight, home.courier)
         self._home, self._on_write = home, on_write
         self.is_near, self.is_part = home.is_near, False
         self.copy: WeightShard | None = None
@@ -168,7 +176,10 @@ class MasterShard(GradientShard):
     def lie_in(self, room: Tensor | None) -> None:
         """Have the weight, with its values, in the memory of `room` from here on (None: in memory of its own)."""
         with torch.no_grad(), torch.inference_mode(False):
-            self.weight.data = self.values.clone() if room is None else room.copy_(self.values)
+            if room is None:
+                self.weight.data = self.values.clone()
+            elif not in_one_storage(room, self.values):
+                self.weight.data = room.copy_(self.values)
         self.is_part = room is not None
 
     def rest(self, state: Mapping[str, object] | None = None) -> None:

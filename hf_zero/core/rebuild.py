@@ -14,7 +14,7 @@ from hf_zero.core.binding import Binding, WholeStates
 from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.core.homes import Homes
 from hf_zero.core.layout import Span
-from hf_zero.core.master import MASTER, MasterShard, SliceShard, map_tensors
+from hf_zero.core.master import MASTER, MasterShard, SliceShard, in_one_storage, map_tensors
 from hf_zero.core.owned import OwnedMasters
 from hf_zero.core.ownership import Ownership, Piece, balance
 
@@ -54,6 +54,8 @@ def rebuild_masters(
         runs = {i: label for i, label in enumerate(own) if topology.weights and label and label not in owned}
         ownership = Ownership.arrange(buffer.layout, topology, buffer.at_rest, matrices, runs)
         here, kept = _moving(buffer, ownership, old_states, whole)
+        if here:
+            buffer.mesh.fence(buffer.tag)  # new masters may have the memory of the old ones
         shards: list[MasterShard | SliceShard] = []
         away = {*owned, *runs.values()}
         for label, shard in buffer.resting.new_shards(own, away, buffer.master_dtype, assignment):
@@ -187,7 +189,8 @@ def _fill_from_shards(
         if old.grad is not None:
             shard.set_grad(target.start, old.grad[source])
         with old.open():
-            shard.values[target] = old.values[source]
+            if not in_one_storage(shard.values, old.values):  # then they are there
+                shard.values[target] = old.values[source]
             if isinstance(old, SliceShard) or isinstance(shard, SliceShard):
                 continue
             old_state = old_states.get(old.weight, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero.comm.codec import Codec
 from hf_zero.core.homes import Assignment, Home, Homes
 from hf_zero.core.layout import FlatLayout
-from hf_zero.core.master import MASTER, MasterShard, PackedShard, SliceShard, WeightShard
+from hf_zero.core.master import MASTER, MasterShard, PackedShard, SliceShard, WeightShard, in_one_storage
 from hf_zero.core.placement import Place
 
 
@@ -64,36 +64,43 @@ class Resting:
 
     # -- construction -------------------------------------------------------------------------------------------
 
-    def take_masters(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Make masters of `dtype` that hold `values`."""
+    def take_masters(self, values: Tensor, dtype: torch.dtype, *, stays: bool) -> None:
+        """Make masters of `dtype` that hold `values`: in their memory, if that `stays` and is a master's alone."""
         for start, stop, home in self._homes.masters().cut(values.numel()):
-            shard = self._new_master(start, stop, dtype, home)
-            shard.values.copy_(values[start:stop])
+            room = values[start:stop]
+            if not (stays and home.place is Place.DEVICE and dtype == room.dtype and room.numel() == values.numel()):
+                room = room.to(device=home.device, dtype=dtype, copy=True)
+            shard = self._new_master(start, stop, dtype, home, room)
             shard.rest()
             self.shards.append(shard)
             self.masters.append(shard)
 
     def take_frozen(self, values: Tensor, dtype: torch.dtype, codec: Codec | None = None) -> None:
-        """Keep copies of frozen weights, or what `codec` makes of them."""
+        """Keep frozen weights, which are nobody else's, or what `codec` makes of them."""
         if codec is not None:
             self.frozen = [PackedShard(0, values.numel(), values, self._homes.device, codec)]
             return
         for start, stop, home in self._homes.weights().cut(values.numel()):
-            kept = values[start:stop].to(device=home.device, dtype=dtype, copy=True)
+            alone = stop - start == values.numel()
+            kept = values[start:stop].to(device=home.device, dtype=dtype, copy=not alone)
             self.frozen.append(WeightShard(start, stop, kept, home))
 
-    def _new_master(self, start: int, stop: int, dtype: torch.dtype, home: Home) -> MasterShard:
+    def _new_master(
+        self, start: int, stop: int, dtype: torch.dtype, home: Home, room: Tensor | None = None
+    ) -> MasterShard:
         on_write = None if home.is_near else self._follow
-        return MasterShard(self._layout, self._begin, start, stop, dtype, home, on_write)
+        return MasterShard(self._layout, self._begin, start, stop, dtype, home, on_write, room=room)
 
     def new_shards(
-        self, labels: Sequence[_Label], owned: Container[_Label], dtype: torch.dtype, homes: Assignment
+        self, labels: Sequence[_Label], owned: Set[_Label], dtype: torch.dtype, homes: Assignment
     ) -> Iterator[tuple[_Label, MasterShard | SliceShard]]:
         """(label, shard of zeros) for all elements; `labels` are the parameters', one for each shard.
 
         Those with `owned` labels have their masters elsewhere. What masters are to hold is filled in before they are
-        sent to rest.
+        sent to rest. Where one on the device has had the whole slice and others there share it out, they have its
+        memory, with its values.
         """
+        whole = self._on_device(dtype) if homes.stays_near and owned.isdisjoint(labels) else None
         for label, start, stop in self._layout.runs(self._begin, self._end, labels):
             is_owned = label in owned
             for low, high, home in (self._homes.weights() if is_owned else homes).cut(stop - start):
@@ -104,7 +111,22 @@ class Resting:
                     shard.begin(self._dtype())
                     yield label, shard
                 else:
-                    yield label, self._new_master(start + low, start + high, dtype, home)
+                    room = None if whole is None else whole[start + low : start + high]
+                    yield label, self._new_master(start + low, start + high, dtype, home, room)
+
+    def _on_device(self, dtype: torch.dtype) -> Tensor | None:
+        """The values of the whole slice, where masters of `dtype` have them end to end in one storage."""
+        at = 0
+        pieces = [shard.values for shard in self.shards if isinstance(shard, MasterShard)]
+        near = all(shard.place is Place.DEVICE for shard in self.shards if isinstance(shard, MasterShard))
+        if not near or len(pieces) < len(self.shards) or sum(map(Tensor.numel, pieces)) < self._end - self._begin:
+            return None
+        for piece in pieces:
+            follows = piece.storage_offset() == pieces[0].storage_offset() + at
+            if not follows or piece.dtype != dtype or not in_one_storage(piece, pieces[0]):
+                return None
+            at += piece.numel()
+        return pieces[0].as_strided((at,), (1,)) if pieces else None
 
     def new_matrix(self, index: int, dtype: torch.dtype) -> MasterShard:
         """The master, of zeros, of a whole parameter in its own shape, wherever it lies in the buffer."""
@@ -225,7 +247,7 @@ class Resting:
         they are.
         """
         weights, whole = self.weights, self._whole
-        is_buffer = whole is not None and own.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        is_buffer = whole is not None and in_one_storage(own, whole)
         near = [shard for shard in self.shards if shard.is_near and not (is_buffer and shard.is_part)]
         with torch.no_grad():
             if len(near) == 1 and near[0].numel == own.numel():

@@ -45,9 +45,9 @@ LADDERS = {
     "core": """wrappers |
         placement courier direct_file disk_failures layout guard heap hooks outputs loss_scale twins
         partition buffers | precision packed extents codecs disk_home deferred grad_norm elementwise ownership
-        gradient_shard gradient_sums step_place | homes | tensor_parts gradient_route node_slice | master |
-        skipped_params resting owned | flat_buffer | whole_gradients | gradients | unit binding step | rebuild |
-        optimizer | optimizer_set stepping | order reductions | schedule |
+        gradient_shard gradient_sums step_place | homes | tensor_parts gradient_route node_slice |
+        first_values master | skipped_params resting owned | flat_buffer | whole_gradients | gradients |
+        unit binding step | rebuild | optimizer | optimizer_set stepping | order reductions | schedule |
         build activations sequence tiled_loss tiled_mlp | prepared structure | engine | drift""",
 }
 

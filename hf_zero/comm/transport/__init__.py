@@ -25,6 +25,7 @@ class Transport:
         overlaps: a move progresses while this thread computes. If not, waiting late gains nothing and holds memory.
         relays: its own collectives pass values on from rank to rank, so that each comes to a node once.
         takes_parts: `exchange` reads tensors where they lie; elsewhere it is given one flat tensor.
+        deals: there is `deal`.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Transport:
     overlaps = True
     relays = False
     takes_parts = False
+    deals = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         """One that connects the ranks of that group which this rank is in; a collective of all ranks.
@@ -64,6 +66,13 @@ class Transport:
         """Send flat outgoing[r] to every other rank r, and fill incoming[r] with its message: of any lengths.
 
         A message of no elements is none. The outgoing tensors belong to the move from here on.
+        """
+        raise NotImplementedError
+
+    def deal(self, given: Sequence[Tensor], wanted: Sequence[tuple[int, Tensor]], source: int, tag: Tag) -> Landing:
+        """Fill each of `wanted` (first element, tensor) from `given`, flat tensors of rank `source`, end to end.
+
+        Nobody reads them any more when the source has waited. On the source nothing is wanted, on others not given.
         """
         raise NotImplementedError
 

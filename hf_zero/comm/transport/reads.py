@@ -8,37 +8,38 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.peer_memory import MAX_RANGES, PeerMemory
-from hf_zero.comm.transport import Take
+from hf_zero.comm.transport import Take, Transport
 from hf_zero.comm.transport.group import GroupTransport
 from hf_zero.comm.transport.messages import Messages
 from hf_zero.comm.work import Landing, Tag
 
 
 # Kinds of offers.
-_GATHER, _REDUCE = 0, 1
+_GATHER, _REDUCE, _DEAL = 0, 1, 2
 
 # A sum over ranks is made in chunks that stay in the processor's cache (elements).
 CACHED = 1 << 17
 
 
 class Offered:
-    """An offer to every peer under way: over when every peer has made its own."""
+    """Offers under way: over when every peer (or `source` alone) has made its own."""
 
-    def __init__(self, peers: PeerMemory, kind: int, tag: Tag) -> None:
+    def __init__(self, peers: PeerMemory, kind: int, tag: Tag, source: int | None = None) -> None:
         self._peers, self._key = peers, (kind, tag.number)
+        self._sources = peers.ranks if source is None else [source]
 
     def wait(self) -> None:
-        self._peers.expect(*self._key)
+        self._peers.expect(*self._key, self._sources)
 
 
 class Readers:
-    """Waits until no peer reads what was offered for gathers of one tag (None: of any)."""
+    """Waits until no peer reads what was offered of one kind and tag (None: of any)."""
 
-    def __init__(self, peers: PeerMemory, tag: Tag | None) -> None:
-        self._peers, self._tag = peers, tag
+    def __init__(self, peers: PeerMemory, tag: Tag | None, kind: int = _GATHER) -> None:
+        self._peers, self._tag, self._kind = peers, tag, kind
 
     def wait(self) -> None:
-        self._peers.wait_for_readers(_GATHER, None if self._tag is None else self._tag.number)
+        self._peers.wait_for_readers(self._kind, None if self._tag is None else self._tag.number)
 
 
 class Reads(Messages):
@@ -47,6 +48,7 @@ class Reads(Messages):
     name = "reads of each other's memory"
     overlaps = False
     takes_parts = True
+    deals = True
 
     def __init__(self, messages: Messages, peers: PeerMemory) -> None:
         super().__init__(messages.group)
@@ -76,6 +78,19 @@ class Reads(Messages):
                 self.peers.give_back(peer, _GATHER, tag.number)
 
         return Landing([Offered(self.peers, _GATHER, tag)], finish)
+
+    def deal(self, given: Sequence[Tensor], wanted: Sequence[tuple[int, Tensor]], source: int, tag: Tag) -> Landing:
+        if self.rank == source:
+            given = given if len(given) <= MAX_RANGES else [torch.cat(list(given))]
+            self.peers.offer(_DEAL, tag.number, dict.fromkeys(self.peers.ranks, given))
+            return Landing([Readers(self.peers, tag, _DEAL)])
+
+        def finish() -> None:
+            for start, target in wanted:
+                self.peers.read(source, _DEAL, tag.number, target, start * target.itemsize)
+            self.peers.give_back(source, _DEAL, tag.number)
+
+        return Landing([Offered(self.peers, _DEAL, tag, source)], finish)
 
     def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
         slices = [_cut(parts, rank * numel, (rank + 1) * numel) for rank in range(self.size)]
@@ -111,6 +126,14 @@ class Reads(Messages):
 
     def close(self) -> None:
         self.peers.leave()
+
+
+def connect_memory(transport: Transport) -> Transport:
+    """For ranks of one machine: the same, by reading each other's memory; as it is where the system forbids that."""
+    if not isinstance(transport, Messages):
+        return transport.by_reads()
+    peers = PeerMemory.connect(transport.rank, transport.all_gather_object)
+    return transport if peers is None else Reads(transport, peers)
 
 
 def _chunks(parts: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
