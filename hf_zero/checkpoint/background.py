@@ -43,6 +43,7 @@ class SaveJob:
     comm: Communicator
     is_main: bool  # whether this rank creates files (rank 0 does, or one rank of every node)
     later: Later | None = None  # what is left to a thread; None: everything is done at once
+    sums: bool = True  # whether the tensors get checksums, which only the marker of a checkpoint holds
 
     def perform(self, step: Callable[[], None]) -> None:
         """Do a step now, or leave it to the thread."""

@@ -41,7 +41,12 @@ _PLANNED = ("max_shard_size", "variant", "save_original_format")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFolder:
-    """Tensor checksums by file, once it is written, and the `id` of every parameter whose master is in the files."""
+    """What a save has written.
+
+    Attributes:
+        sums: tensor checksums by file, once it is written and if its job wants them.
+        exact: the `id` of every parameter whose master is in the files.
+    """
 
     sums: dict[str, dict[str, int]]
     exact: frozenset[int]
@@ -187,7 +192,7 @@ def _save_sharded(
     save_folder(
         model,
         folder,
-        SaveJob(comm=engine.comm, is_main=is_main),
+        SaveJob(comm=engine.comm, is_main=is_main, sums=False),
         write_rest,
         compute_dtype=engine.config.zero3_save_16bit_model,
         adapters=options.get("selected_adapters"),

@@ -70,13 +70,13 @@ class StagedWeights:
 
     plan: SavePlan
     staged: Staged
-    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # of the tensors of every file, once it is committed
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)  # by file, once it is committed
 
     def commit(self) -> None:
         """A collective."""
         self.staged.complete()
         on_all_ranks(self.staged.comm, self._put_in_place)
-        self.sums.update(self.plan.by_file(self.staged.sums))
+        self.sums.update(self.plan.by_file(self.staged.sums) if self.staged.summed else {})
 
     def _put_in_place(self) -> None:
         """Rename the files and write the index; remove what a reader would take for part of the model."""
@@ -138,7 +138,7 @@ def write_whole(model: nn.Module, plan: SavePlan, folder: str | os.PathLike, bes
         for name, tensor in whole.items():
             yield from plan.parts_of(name, 0, tensor.detach().reshape(-1))
 
-    job = SaveJob(comm=Communicator(Alone()), is_main=True)
+    job = SaveJob(comm=Communicator(Alone()), is_main=True, sums=False)
     weights = StagedWeights(plan=plan, staged=stage(Path(folder), plan.files, parts, job))
     try:
         beside()

@@ -22,14 +22,14 @@ _ENDS_BYTES = 8 << 20
 
 
 class SliceWriter:
-    """Puts parts of tensors into created files, and adds up their checksums.
+    """Puts parts of tensors into created files, and adds up their checksums, unless nobody wants them (`summed`).
 
     An error does not surface before `close`, so that ranks which stream to each other stay in step.
     """
 
-    def __init__(self, files: Mapping[str, SlicedFile], paths: Mapping[str, Path]) -> None:
-        self.files, self.paths = files, paths
-        self.sums = Checksums(name for file in files.values() for name in file.tensors)
+    def __init__(self, files: Mapping[str, SlicedFile], paths: Mapping[str, Path], summed: bool = True) -> None:
+        self.files, self.paths, self._summed = files, paths, summed
+        self.sums = Checksums(name for file in files.values() for name in file.tensors if summed)
         self.nbytes = 0
         self._buffer = Buffer()
         self._thread = _WriterThread()
@@ -47,7 +47,8 @@ class SliceWriter:
                     return
                 if shard.dtype != dtype or shard.device.type != "cpu":
                     shard = self._buffer.room(dtype, shard.numel()).copy_(shard)
-                self.sums.add(name, start + at, shard)
+                if self._summed:
+                    self.sums.add(name, start + at, shard)
                 self._outputs[file].write(shard, layout.position(name, start + at))
                 self.nbytes += shard.nbytes
         except OSError as error:

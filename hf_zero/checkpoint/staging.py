@@ -126,7 +126,8 @@ class Staged:
     writers: Writers
     kept: list[Part] | None = None  # copies of what this rank is to write
     early: SliceWriter | None = None  # has written what is not to be copied to memory
-    sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors, once they are written
+    summed: bool = True
+    sums: dict[str, int] = field(default_factory=dict)  # checksums of all tensors, if `summed`, once they are written
 
     @property
     def creates(self) -> bool:
@@ -166,7 +167,7 @@ class Staged:
         _fill(self.early, parts)
 
     def _writer(self) -> SliceWriter:
-        return SliceWriter(self.files, {name: self._temporary(name) for name in self.files})
+        return SliceWriter(self.files, {name: self._temporary(name) for name in self.files}, self.summed)
 
     def write(self, parts: Parts, computed: Computed = tuple) -> None:
         """Write this rank's parts into the files; a collective."""
@@ -254,7 +255,7 @@ def stage(
     """
     comm, later = job.comm, job.later
     _check_same_files(files, comm)
-    staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, job))
+    staged = Staged(folder=folder, files=files, comm=comm, writers=find_writers(folder, job), summed=job.sums)
     try:
         on_all_ranks(comm, staged.create)
         if later is not None and staged.writers.shared:

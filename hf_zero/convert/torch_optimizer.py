@@ -127,7 +127,8 @@ class _NewWeights:
     def write(self, folder: Path) -> None:
         if not self.files:
             return
-        staged = stage(folder, self.files, self.parts, SaveJob(comm=Communicator.connect(), is_main=True))
+        job = SaveJob(comm=Communicator.connect(), is_main=True, sums=False)
+        staged = stage(folder, self.files, self.parts, job)
         if self.plan is None:
             staged.commit()
         else:

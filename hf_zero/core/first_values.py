@@ -42,7 +42,7 @@ def first_values(
     if mesh.world.deals and mesh.tensor is None:
         return _dealt(layout, params, sources, _empty(layout, low, high, dtype, device), mesh, low, tag)
     flat = _empty(layout, 0, layout.padded_numel, dtype, device)
-    views = layout.views(flat)
+    views = views_of(layout, flat)
     for param, source, view in zip(params, sources, views, strict=True):
         if source is None:
             view.copy_(dtensors.local(param.detach()))
@@ -50,6 +50,12 @@ def first_values(
             source.read(0, view.view(-1))
     parts.agree(flat, views)
     return flat if flat.numel() == high - low else flat[low:high].clone()
+
+
+def views_of(layout: FlatLayout, flat: Tensor) -> list[Tensor]:
+    """Views of `flat`, a tensor of the whole layout, one per parameter."""
+    spans = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+    return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
 
 
 def _empty(layout: FlatLayout, low: int, high: int, dtype: torch.dtype, device: torch.device) -> Tensor:

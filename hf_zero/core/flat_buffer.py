@@ -14,7 +14,7 @@ from hf_zero.comm.mesh import Mesh
 from hf_zero.comm.work import UNTAGGED, Tag, Work
 from hf_zero.core import guard
 from hf_zero.core.extents import node_bounds
-from hf_zero.core.first_values import first_values
+from hf_zero.core.first_values import first_values, views_of
 from hf_zero.core.gradient_route import GradientRoute
 from hf_zero.core.gradient_shard import GradientShard
 from hf_zero.core.heap import heap
@@ -133,7 +133,7 @@ class FlatBuffer:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, laid out as the buffer is, one per parameter."""
-        return self.layout.views(flat)
+        return views_of(self.layout, flat)
 
     def _point_parameters(self) -> None:
         for param, view in zip(self.params, self.views(self.unsharded), strict=True):

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor
-
 
 # Every parameter and every rank's slice starts on this boundary, so that vector loads and BLAS see the same alignment
 # as in a tensor of their own (bitwise equal results depend on it on CPU).
@@ -65,11 +63,6 @@ class FlatLayout:
     def slice_bounds(self, rank: int) -> tuple[int, int]:
         """The half-open element range that `rank` owns."""
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat`, a tensor of the whole range, one per parameter."""
-        spans = zip(self.offsets, self.numels, self.shapes, strict=True)
-        return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
 
     def spans(self, begin: int, end: int) -> Iterator[Span]:
         """The parts of parameters inside [begin, end); `Span.offset` counts from `begin`."""

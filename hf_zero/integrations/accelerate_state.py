@@ -129,7 +129,8 @@ def save_model(accelerator: ZeroAccelerator, model: nn.Module, folder: str | Pat
     engine = engine_of(model)
     dtype_of = saving.saved_dtypes(model, engine.config.zero3_save_16bit_model)
     plan = plan_module(model, dtype_of, max_shard_size=max_shard_size)
-    saving.stage_weights(model, plan, folder, SaveJob(comm=engine.comm, is_main=is_main(accelerator))).commit()
+    job = SaveJob(comm=engine.comm, is_main=is_main(accelerator), sums=False)
+    saving.stage_weights(model, plan, folder, job).commit()
 
 
 def _save_one(model: nn.Module, index: int, folder: str, job: SaveJob) -> list[commit.Sums]:

@@ -79,7 +79,7 @@ class LoopEngine(ZeroEngine):
 
         The folder is what `save_pretrained` would write (of a model that is not transformers' or PEFT's: safetensors).
         """
-        job = SaveJob(comm=self.comm, is_main=self.comm.rank == 0)
+        job = SaveJob(comm=self.comm, is_main=self.comm.rank == 0, sums=False)
         save_folder(self.model, folder, job, functools.partial(_write_rest, self.model))
 
     def _check_readable(self) -> None:

@@ -46,7 +46,7 @@ class ZeroCheckpointMixin:
         self._saved = save_folder(
             self.model,
             output_dir or self.args.output_dir,
-            self._job or SaveJob(comm=engine.comm, is_main=self.args.should_save),
+            self._job or SaveJob(comm=engine.comm, is_main=self.args.should_save, sums=False),
             lambda folder, state_dict: self._save(folder, state_dict=state_dict),
             compute_dtype=engine.config.zero3_save_16bit_model,
         )
