@@ -82,7 +82,7 @@ def _dealt(
         if source is not None:
             values = torch.empty(param.shape, dtype=flat.dtype, device=flat.device)
             source.read(0, values.view(-1))
-        given.append(values.reshape(-1))
+        given.append(values.to(flat.device).reshape(-1))
     wanted: list[tuple[int, Tensor]] = []
     starts = [0, *itertools.accumulate(layout.numels)]
     for span in layout.spans(low, low + flat.numel()):
