@@ -311,7 +311,12 @@ def _make_states(
         if missing:
             with shard.open(write=True):
                 for kind in sorted(missing):
-                    values = torch.zeros(shard.numel, dtype=wanted[kind], device=weight.device)
+                    values = torch.empty(shard.numel, dtype=wanted[kind], device=weight.device)
+                    at = 0  # zeros where nothing will be read
+                    for span in (span for span in spans if kind in kinds.get(buffer.names[span.index], {})):
+                        values[at : span.offset] = 0
+                        at = span.offset + span.numel
+                    values[at:] = 0
                     optimizer.state[weight][kind] = values
                 shard.keep(optimizer.state[weight])
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
 from hf_zero.core.engine import engine_of
-from tests.ranks.test_memory import build, live_bytes
+from tests.ranks.test_memory import batch, build, live_bytes
 from tests.support.harness import distributed
 
 
@@ -73,3 +73,25 @@ def test_the_values_by_messages():
         with hf_zero.gathered_parameters(list(model.parameters())):
             for param, value in zip(model.parameters(), expected, strict=True):
                 assert torch.equal(param, value), stage
+
+
+@distributed(world_size=2)
+def test_states_are_read_into_memory_that_nothing_has_cleared(tmp_path):
+    def prepared():
+        model = build(hidden=512, vocab=2048)
+        optimizer = torch.optim.AdamW(groups_of(model))
+        return model, optimizer, hf_zero.shard(model, optimizer, {"zero_stage": 3})
+
+    model, optimizer, engine = prepared()
+    engine.backward(model(**batch(model)).loss)
+    optimizer.step()
+    engine.save_checkpoint(tmp_path / "saved")
+    whole = sum(param.numel() * param.itemsize for param in model.parameters())
+    again, loaded, other = prepared()
+    with Filled() as filled:
+        other.load_checkpoint(tmp_path / "saved")
+    assert filled.nbytes < 0.1 * whole, (filled.nbytes, whole)
+    for mine, theirs in zip(loaded.param_groups, optimizer.param_groups, strict=True):
+        for weight, expected in zip(mine["params"], theirs["params"], strict=True):
+            for kind, value in optimizer.state[expected].items():
+                assert torch.equal(loaded.state[weight][kind], value), kind
