@@ -24,11 +24,11 @@ LIMITS = {
     "adopt": 125,
     "checkpoint": 2160,  # 150 for parts of tensor-parallel ranks, saves by pieces below stage 3, reading ahead
     "cli": 55,
-    "comm": 1735,  # 183 for DTensors and the elements that a part holds, exchanges between parts of sequences
+    "comm": 1760,  # 183 for DTensors and the elements that a part holds, exchanges between parts of sequences
     "command_line": 30,
     "config": 2475,  # 87 for tiles, tp_size, sp_size, cp_size, offload_step
     "convert": 1075,
-    "core": 6675,  # 430 for tiles, 380 for tensor parallelism and sequences, 220 for streamed steps and failing disks
+    "core": 6790,  # 430 for tiles, 380 for tensor parallelism and sequences, 220 for streamed steps and failing disks
     "deepspeed": 300,
     "errors": 25,
     "__init__": 50,

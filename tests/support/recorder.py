@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -257,7 +257,7 @@ class RecordedPeers:
         self._lent.append(memory)
         self._offers[kind, tag].append((self._meet("offer", kind, tag, tensors), tensors, set(self.ranks)))
 
-    def expect(self, kind: int, tag: int) -> None:
+    def expect(self, kind: int, tag: int, _peers: Iterable[int]) -> None:
         self._offers[kind, tag][0][0].wait()
 
     def read(self, peer: int, kind: int, tag: int, target: Tensor, start: int = 0) -> None:
@@ -320,4 +320,8 @@ def _transport(recording: Recording, name: str, group: dist.ProcessGroup) -> Tra
     if name == "nccl":
         return Nccl(group)
     messages = Messages(group)
-    return messages if name == "messages" else Reads(messages, RecordedPeers(recording, group))
+    if name == "messages":
+        return messages
+    reads = Reads(messages, RecordedPeers(recording, group))
+    reads.deals = False  # before the first pass, and waited for at once: one rank alone offers
+    return reads
