@@ -156,6 +156,8 @@ class ZeroTrainerMixin(ZeroReportMixin, TensorTrainerMixin, SequenceTrainerMixin
         # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
         self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=resolved_plugin(self.args))
         self.accelerator.reads_sections = True
+        # The Trainer divides losses itself. Before 5.8 it told accelerate to divide them as well.
+        self.accelerator.gradient_accumulation_steps = 1
         old = self.gather_function
         self.gather_function = self.accelerator.gather_for_metrics
         if isinstance(old, functools.partial):

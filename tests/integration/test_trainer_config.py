@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-import transformers
-from packaging import version
 
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.transformers import resolved_plugin
@@ -136,10 +134,6 @@ def losses(folder, class_name, arguments, examples=48):
     return [entry["loss"] for entry in history if "loss" in entry], weights
 
 
-@pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.8"),
-    reason="the stock Trainer divides losses of models that count tokens by the number of micro-batches once more",
-)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("examples", [48, 44])
 def test_accumulation_equals_one_process_with_large_batches(tmp_path, stage, examples):
