@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_zero.core.engine import ZeroEngine, engine_of
-from hf_zero.planning.costs import read_machine
-from hf_zero.planning.enqueued import Enqueued
-from hf_zero.planning.timeline import replay
 from hf_zero.tools.memory import FORWARD, measure_peak, memory_report
 
 
 if TYPE_CHECKING:
     from hf_zero.planning.compare import Comparison
+    from hf_zero.planning.costs import Machine
+    from hf_zero.planning.enqueued import Enqueued
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class ZeroMemoryCallback(TrainerCallback):
 
     def __init__(self, folder: str | Path, machine: str | None = None) -> None:
         self.folder = Path(folder)
-        self.machine = None if machine is None else read_machine(machine)
+        self.machine = None if machine is None else _machine(machine)
         self.comparison: Comparison | None = None
         self._inputs: dict[str, Any] = {}
         self._peak: Any = None
@@ -108,6 +107,7 @@ class ZeroMemoryCallback(TrainerCallback):
         if engine is None or self._peak_bytes is None or not state.is_world_process_zero:
             return
         from hf_zero.planning.compare import compare
+        from hf_zero.planning.enqueued import Enqueued
         from hf_zero.planning.model import PlanError
 
         steps, log = args.gradient_accumulation_steps, None if self.machine is None else Enqueued()
@@ -125,10 +125,18 @@ class ZeroMemoryCallback(TrainerCallback):
 
     def _write_timeline(self, log: Enqueued, ranks: int) -> None:
         """A step of one of so many ranks on each machine."""
+        from hf_zero.planning.timeline import replay
+
         timeline = replay(log.events, self.machine.shared_by(ranks))
         timeline.write_trace(self.folder / "timeline_trace.json")
         found = timeline.to_dict() | {"machine": self.machine.name, "error": self.machine.error}
         (self.folder / TIMELINE).write_text(json.dumps(found))
+
+
+def _machine(name: str) -> Machine:
+    from hf_zero.planning.costs import read_machine  # most runs predict nothing, and the planner is long to import
+
+    return read_machine(name)
 
 
 class ZeroStepReport(TrainerCallback):
