@@ -344,7 +344,9 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
             for row, base in ((mine, rows.get("none", mine)), (theirs, rows.get("deepspeed none", theirs)))
         ]
         # DeepSpeed leaves small tensors in memory: of a small model it moves nothing.
-        moved = f"{mine['moved'] / theirs['moved']:.2f} x the bytes" if theirs["moved"] else "bytes where it moves none"
+        moved = (
+            f"{mine['moved'] / theirs['moved']:.2f} x the bytes" if theirs["moved"] else "no bytes of it to compare"
+        )
         lines.append(
             f"disk beside deepspeed disk: {mine['total'] / theirs['total']:.2f} x the step, "
             f"{updates[0] / updates[1]:.2f} x the step phase with waits, {moved}, "
