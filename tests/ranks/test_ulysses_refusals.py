@@ -9,7 +9,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero import ZeroAccelerator, ZeroPlugin
-from hf_zero.cli import main
 from hf_zero.errors import ZeroConfigError
 from hf_zero.integrations.trl import ZeroDistributedBackend
 from hf_zero.parallel.sequence_batches import cut
@@ -43,13 +42,6 @@ def test_arrangements():
 def test_loops_that_cut_their_own_batches():
     _expect("sp_size is 2 .*ZeroAccelerator", hf_zero.shard, sequences.build(), config={"sp_size": 2})
     _expect("sp_size: trainers that generate", ZeroDistributedBackend, _accelerator())
-
-
-def test_plans_of_parts(tmp_path, capsys):
-    file = tmp_path / "shared.json"
-    file.write_text('{"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}')
-    assert main(["plan", "unread", "--config", str(file)]) == 2
-    assert "sp_size is 4" in (said := capsys.readouterr().err) and "--seq-len divided by 4" in said
 
 
 def _mamba():
