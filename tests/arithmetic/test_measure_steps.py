@@ -11,8 +11,8 @@ import measure_steps  # noqa: E402
 from benchmark_operations import waits  # noqa: E402
 from measure_steps import all_settings, step_seconds, take  # noqa: E402
 
-from hf_zero.planning.costs import Machine  # noqa: E402
 from hf_zero.planning.enqueued import Mark, Move, Wait  # noqa: E402
+from tests.support.machines import plain_machine  # noqa: E402
 
 
 AXES = (["33m", "125m"], [2, 4], ["fp32", "bf16"], [1, 4], ["zero0", "zero1", "zero2", "zero3"])
@@ -53,16 +53,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch):
 
 
 def test_what_only_one_side_waits_for_is_named():
-    machine = Machine(
-        name="a machine",
-        ranks_per_node=2,
-        memory=8e9,
-        flops={"fp32": 1e12},
-        memory_rate=1e9,
-        launch=0.0,
-        node_rate=1e9,
-        net_rate=1e9,
-    )
+    machine = plain_machine()
     move = Move("all-gather", "a layer", 10**9, (0, 1), "gathers", "messages")
     step = Mark("step")
     text = waits({"all-gather of a layer": 2.0, "all-gather of another": 1.0}, [step, move, Wait(move), step], machine)

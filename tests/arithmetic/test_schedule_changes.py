@@ -3,22 +3,13 @@
 import torch
 
 from benchmarks.schedules import casts_aside, reductions_in_flight
-from hf_zero.planning.costs import Machine
 from hf_zero.planning.enqueued import Mark, Move, Operation, Wait
 from hf_zero.planning.timeline import replay
+from tests.support.machines import plain_machine
 
 
 STEP = Mark("step")
-MACHINE = Machine(
-    name="a machine",
-    ranks_per_node=2,
-    memory=8e9,
-    flops={"fp32": 1e12},
-    memory_rate=1e9,
-    launch=0.0,
-    node_rate=1e9,
-    net_rate=1e8,
-)
+MACHINE = plain_machine()
 
 
 def _operation(seconds, name="add"):

@@ -13,7 +13,7 @@ from hf_zero import ZeroConfig
 from hf_zero.cli import main
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.planning import enqueued
-from hf_zero.planning.costs import Machine, MachineError, machine_names, read_machine
+from hf_zero.planning.costs import MachineError, machine_names, read_machine
 from hf_zero.planning.enqueued import Behind, Enqueued, Mark, Move, Operation, Read, Wait
 from hf_zero.planning.model import BatchShape, PlanError, build
 from hf_zero.planning.optimizers import kept_by
@@ -25,23 +25,10 @@ from hf_zero.planning.time_report import write_best
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.calibrate import calibrate, spread
+from tests.support.machines import plain_machine
 
 
 STEP = Mark("step")
-
-
-def _machine(**numbers):
-    plain = {
-        "name": "a machine",
-        "ranks_per_node": 2,
-        "memory": 8e9,
-        "flops": {"fp32": 1e12, "bf16": 2e12},
-        "memory_rate": 1e9,
-        "launch": 0.0,
-        "node_rate": 1e9,
-        "net_rate": 1e8,
-    }
-    return Machine(**{**plain, **numbers})
 
 
 def _operation(seconds):
@@ -53,7 +40,7 @@ def _move(seconds, by="messages", members=(0, 1), channel="gathers"):
 
 
 def _step(*events, **numbers):
-    return replay([STEP, *events, STEP], _machine(**numbers))
+    return replay([STEP, *events, STEP], plain_machine(**numbers))
 
 
 # -- the longest path -------------------------------------------------------------------------------------------------
@@ -143,7 +130,7 @@ def test_a_node_has_one_disk():
 
 def test_the_last_step_pays_for_what_the_one_before_has_begun():
     move = _move(4)
-    found = replay([STEP, _operation(1), move, STEP, _operation(1), Wait(move), STEP], _machine())
+    found = replay([STEP, _operation(1), move, STEP, _operation(1), Wait(move), STEP], plain_machine())
     assert found.seconds == pytest.approx(4)
 
 
@@ -165,7 +152,7 @@ def test_a_groups_ranks_are_listed_shortly_and_told_apart():
 
 
 def test_products_take_the_larger_of_computing_and_moving():
-    machine = _machine(large_share=0.5, small_share=0.25)
+    machine = plain_machine(large_share=0.5, small_share=0.25)
     large = Operation("mm", 10**12, 1000, torch.bfloat16, 2048)
     small = Operation("mm", 10**12, 1000, torch.bfloat16, 64)
     thin = Operation("mm", 1000, 10**9, torch.float32, 1)
@@ -173,7 +160,7 @@ def test_products_take_the_larger_of_computing_and_moving():
 
 
 def test_operations_that_compute_much_have_a_rate_of_their_own():
-    machine = _machine(rates={"silu": 5e8, "silu bf16": 2.5e8})
+    machine = plain_machine(rates={"silu": 5e8, "silu bf16": 2.5e8})
     times = [
         machine.operation_seconds(Operation(name, 0, 10**9, dtype, 0))
         for name, dtype in (
@@ -187,7 +174,7 @@ def test_operations_that_compute_much_have_a_rate_of_their_own():
 
 
 def test_rings_over_nodes_use_the_network_cards_of_all_ranks_of_a_node():
-    machine = _machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
+    machine = plain_machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
     inside = machine.move_seconds(Move("all-gather", "", 10**9, tuple(range(8)), "", "nccl"))
     over = machine.move_seconds(Move("all-gather", "", 10**9, tuple(range(16)), "", "nccl"))
     assert inside == pytest.approx(7e9 / 450e9, rel=0.01)
@@ -197,7 +184,7 @@ def test_rings_over_nodes_use_the_network_cards_of_all_ranks_of_a_node():
 
 
 def test_small_rings_take_the_time_of_their_steps():
-    machine = _machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
+    machine = plain_machine(ranks_per_node=8, node_rate=450e9, net_rate=50e9)
     seconds = machine.move_seconds(Move("all-gather", "", 8, tuple(range(64)), "", "nccl"))
     assert seconds == pytest.approx(14e-6 + (63 - 7) * 1.9e-6 + 7 * 4e-6, rel=0.01)
 
@@ -280,16 +267,16 @@ def test_a_share_may_be_one_number_or_one_by_dtype():
     product = {
         dtype: Operation("mm", 10**12, 1, dtype, 64) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    one, each = _machine(small_share=0.5), _machine(small_share={"fp32": 0.5, "bf16": 0.25})
+    one, each = plain_machine(small_share=0.5), plain_machine(small_share={"fp32": 0.5, "bf16": 0.25})
     assert [one.operation_seconds(product[dtype]) for dtype in product] == pytest.approx([2, 1, 2])
     assert [each.operation_seconds(product[dtype]) for dtype in product] == pytest.approx([2, 2, 2])
 
 
 def test_more_ranks_than_were_measured_share_the_cores():
-    machine = _machine(host_computes=True)
+    machine = plain_machine(host_computes=True)
     assert machine.shared_by(4).memory_rate == machine.memory_rate / 2
     assert machine.shared_by(2) is machine
-    assert _machine().shared_by(4).memory_rate == machine.memory_rate
+    assert plain_machine().shared_by(4).memory_rate == machine.memory_rate
 
 
 # -- the engine's own log ---------------------------------------------------------------------------------------------
@@ -369,7 +356,7 @@ def test_every_collective_is_waited_for_once(model, stage):
 
 
 def test_the_products_of_a_forward_pass_are_two_for_each_weight_and_token(model):
-    pace = compare(model, _request(checkpointing=False, nodes=1), _machine(), silent)[0]
+    pace = compare(model, _request(checkpointing=False, nodes=1), plain_machine(), silent)[0]
     inside = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in name)
     attention = 4 * 4 * 64 * 64 * 32 / 2 * 2  # both products, halved by the mask: heads, tokens squared, width, layers
     assert pace.flops == pytest.approx(3 * (2 * inside * 64 + attention), rel=0.01)
@@ -378,10 +365,8 @@ def test_the_products_of_a_forward_pass_are_two_for_each_weight_and_token(model)
 @pytest.mark.slow
 def test_a_faster_link_never_makes_a_step_longer(model):
     quick = {"memory_rate": 1e12}
-    slow, fast = (
-        compare(model, _request(checkpointing=False), _machine(net_rate=rate, node_rate=10 * rate, **quick), silent)
-        for rate in (1e8, 1e9)
-    )
+    machines = [plain_machine(net_rate=rate, node_rate=10 * rate, **quick) for rate in (1e8, 1e9)]
+    slow, fast = (compare(model, _request(checkpointing=False), machine, silent) for machine in machines)
     assert all(one.timeline.seconds >= other.timeline.seconds for one, other in zip(slow, fast, strict=True))
     assert slow[-1].timeline.seconds > 1.5 * fast[-1].timeline.seconds
 
@@ -389,7 +374,7 @@ def test_a_faster_link_never_makes_a_step_longer(model):
 @pytest.mark.slow
 def test_weights_inside_nodes_pay_where_the_network_is_slow(model):
     request = _request(accumulation=4, checkpointing=False)
-    by_label = {pace.way.label: pace for pace in compare(model, request, _machine(net_rate=1e7), silent)}
+    by_label = {pace.way.label: pace for pace in compare(model, request, plain_machine(net_rate=1e7), silent)}
     plain, node = by_label["stage 3"], by_label["stage 3, weights each node, states all ranks"]
     assert node.timeline.seconds < plain.timeline.seconds
     assert by_label["stage 3, the same in 8 bits"].timeline.seconds < (node.timeline.seconds)
@@ -398,20 +383,20 @@ def test_weights_inside_nodes_pay_where_the_network_is_slow(model):
 @pytest.mark.slow
 def test_the_fastest_way_takes_as_many_rows_as_fit_and_keeps_the_tokens_of_a_step(model):
     request = _request(accumulation=8, nodes=1, checkpointing=False)
-    found = fastest(model, request, _machine(launch=1e-4), silent)
+    found = fastest(model, request, plain_machine(launch=1e-4), silent)
     assert found == sorted(found, key=lambda pace: -pace.tokens_per_second)
     batches = {(pace.way.rows * pace.way.accumulation, pace.way.config.tp_size) for pace in found}
     assert batches == {(8, 1), (16, 2)} and {pace.tokens for pace in found} == {8 * 64}
     alone = next(pace for pace in found if pace.way.config.tp_size == 1)
     assert alone.way.rows == 8, "launches bound a step, and memory is plenty"
     resident = min(pace.footprint.peak_bytes for pace in found)
-    assert fastest(model, _request(gpu_memory=resident // 4), _machine(), silent) == []
+    assert fastest(model, _request(gpu_memory=resident // 4), plain_machine(), silent) == []
 
 
 @pytest.mark.slow
 def test_layers_are_shared_where_gathers_are_slow_and_the_yaml_says_so(model, tmp_path):
     request = _request(nodes=1, checkpointing=False, accumulation=2)
-    machine = _machine(flops={"fp32": 1e9, "bf16": 1e9}, node_rate=1e8)
+    machine = plain_machine(flops={"fp32": 1e9, "bf16": 1e9}, node_rate=1e8)
     found = fastest(model, request, machine, silent)
     tp = [pace for pace in found if pace.way.config.tp_size == 2]
     assert tp and {pace.tokens for pace in found} == {128}
@@ -427,11 +412,11 @@ def test_layers_are_shared_where_gathers_are_slow_and_the_yaml_says_so(model, tm
 @pytest.mark.slow
 def test_states_go_to_the_host_where_they_do_not_fit_and_their_way_takes_time(model, tmp_path):
     request = _request(nodes=1, checkpointing=False)
-    on_device = compare(model, request, _machine(), silent)
+    on_device = compare(model, request, plain_machine(), silent)
     limit = int(0.8 * min(pace.footprint.peak_bytes for pace in on_device) / 0.9)
     small = replace(request, gpu_memory=limit)
-    assert fastest(model, small, _machine(), silent) == [], "nobody knows how fast the bus is"
-    speeds = [fastest(model, small, _machine(bus_rate=rate, host_rate=1e9), silent)[0] for rate in (1e9, 1e7)]
+    assert fastest(model, small, plain_machine(), silent) == [], "nobody knows how fast the bus is"
+    speeds = [fastest(model, small, plain_machine(bus_rate=rate, host_rate=1e9), silent)[0] for rate in (1e9, 1e7)]
     assert "states in host memory" in speeds[0].way.label
     assert speeds[1].timeline.seconds > speeds[0].timeline.seconds
     assert speeds[0].timeline.moving["upload"] > 0 and speeds[0].timeline.moving["download"] > 0
@@ -443,19 +428,19 @@ def test_states_go_to_the_host_where_they_do_not_fit_and_their_way_takes_time(mo
 def test_offload_without_rates_is_refused(model):
     config = ZeroConfig(zero_stage=3, offload_optimizer_device="cpu")
     with pytest.raises(PlanError, match="has no bus_rate and no host_rate"):
-        compare(model, _request(config=config), _machine(), silent)
+        compare(model, _request(config=config), plain_machine(), silent)
     with pytest.raises(PlanError, match="beside GPUs only"):
-        compare(model, _request(config=config, backend="gloo"), _machine(host_computes=True), silent)
+        compare(model, _request(config=config, backend="gloo"), plain_machine(host_computes=True), silent)
 
 
 @pytest.mark.slow
 def test_a_run_is_saved_as_often_as_daly_says(model):
-    (pace,) = compare(model, _request(nodes=1, gpus=1, checkpointing=False), _machine(), silent)
-    run = whole_run(pace, _request(nodes=1, gpus=1), _machine(disk_rate=1e9), tokens=1e9, trained=10**9)
+    (pace,) = compare(model, _request(nodes=1, gpus=1, checkpointing=False), plain_machine(), silent)
+    run = whole_run(pace, _request(nodes=1, gpus=1), plain_machine(disk_rate=1e9), tokens=1e9, trained=10**9)
     assert run.save_seconds == pytest.approx(12)
     assert run.interval == pytest.approx(math.sqrt(2 * 12 * 50_700 * 3600) - 12)
     assert run.gpu_hours == pytest.approx(1e9 / pace.tokens_per_second / 3600)
-    assert whole_run(pace, _request(), _machine(), tokens=1e9, trained=1) == Run(
+    assert whole_run(pace, _request(), plain_machine(), tokens=1e9, trained=1) == Run(
         days=pytest.approx(run.days / 4), gpu_hours=pytest.approx(run.gpu_hours), save_seconds=None, interval=None
     )
 

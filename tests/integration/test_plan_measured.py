@@ -47,6 +47,22 @@ def near(found, expected, tolerance, what):
     assert abs(found / expected - 1) <= tolerance, f"{what}: {found} bytes, the plan says {expected}"
 
 
+def sharded(model, config):
+    """The engine and the optimizer (two groups) of a model."""
+    groups = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
+    return hf_zero.shard(model, optimizer, config), optimizer
+
+
+def end_step(engine, optimizer):
+    """The optimizer's step, and the whole weights of the next forward pass where layers keep them."""
+    optimizer.step()
+    optimizer.zero_grad()
+    for unit in engine.units:
+        if not unit.sharded:
+            unit.unshard()
+
+
 def check(name, stage, precision="no", checkpointing=False, accumulation=1):
     plan = predicted(name, stage, precision, checkpointing, accumulation)
     model_class, config = configuration(name)
@@ -54,9 +70,7 @@ def check(name, stage, precision="no", checkpointing=False, accumulation=1):
     model.config.use_cache = False
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    groups = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
-    engine = hf_zero.shard(model, optimizer, {"zero_stage": stage, "mixed_precision": precision})
+    engine, optimizer = sharded(model, {"zero_stage": stage, "mixed_precision": precision})
     ids = torch.randint(0, config.vocab_size, (ROWS, LENGTH))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
@@ -64,11 +78,7 @@ def check(name, stage, precision="no", checkpointing=False, accumulation=1):
         for micro in range(accumulation):
             engine.schedule.sync = micro == accumulation - 1
             engine.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        for unit in engine.units:
-            if not unit.sharded:
-                unit.unshard()
+        end_step(engine, optimizer)
 
     for _ in range(2):
         step()

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import measure_peak, memory_report
-from tests.integration.test_plan_measured import LENGTH, ROWS, configuration, near
+from tests.integration.test_plan_measured import LENGTH, ROWS, configuration, end_step, near, sharded
 from tests.support.harness import run_ranks
 from tests.support.tensor_models import tensor_mesh
 
@@ -33,19 +32,13 @@ def train(name, stage, width):
     model = model_class(config).train()
     model.config.use_cache = False
     share_out(model, tensor_mesh(width))
-    groups = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
-    engine = hf_zero.shard(model, optimizer, {"zero_stage": stage, "tp_size": width})
+    engine, optimizer = sharded(model, {"zero_stage": stage, "tp_size": width})
     ids = torch.randint(0, config.vocab_size, (ROWS, LENGTH))
 
     def step():
         engine.backward(model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss)
         engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        for unit in engine.units:
-            if not unit.sharded:
-                unit.unshard()
+        end_step(engine, optimizer)
 
     for _ in range(2):
         step()
