@@ -29,14 +29,13 @@ from benchmark_checkpoint_systems import (
     SYSTEMS,
     WEIGHTS,
     Way,
-    give_back_memory,
     missing,
     prepare,
     raw_ways,
     remove_deepspeed_buffers,
 )
 from benchmark_report import describe_machine
-from benchmark_systems import SIZES, Case, build_model
+from benchmark_systems import SIZES, Case, build_model, give_back_memory
 
 
 OURS = "hf_zero"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
 import importlib.util
 import mmap
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmark_systems import DEEPSPEED, OPTIMIZER, Case, build_model, make_batches
+from benchmark_systems import DEEPSPEED, OPTIMIZER, Case, build_model, give_back_memory, make_batches
 from torch import nn
 
 
@@ -40,12 +38,6 @@ def prepare(names: list[str], case: Case) -> list[Way]:
         ways += SYSTEMS[name](build_model(case.size), case)
         give_back_memory()
     return ways
-
-
-def give_back_memory() -> None:
-    """Return what was freed to the machine: all systems stay in the same processes, beside the page cache."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def missing(name: str) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import gc
 import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -331,9 +333,16 @@ def why_not(system: str, accumulation: int) -> str | None:
     return None
 
 
+def give_back_memory() -> None:
+    """Return what was freed to the machine: sessions are cycles of objects, and all are opened in one process."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def open_session(base: nn.Module, case: Case) -> Iterator[Session]:
     """A copy of `base` prepared by the case's system."""
+    give_back_memory()
     kind, settings = SYSTEMS[case.system]
     session = kind(copy.deepcopy(base).to(case.device), case, **settings)
     try:
