@@ -1,12 +1,14 @@
 """Takes the times of steps on CPU ranks, one setting after another; each is on disk at once, so it can go on later.
 
-Settings come in a random order, always the same one, so that those of the first minutes are a sample of all.
+Settings come in a random order, always the same one, so that those of the first minutes are a sample of all. A time
+that other processes had a part in counts as not taken.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from benchmark_measure import measure, over_ranks
@@ -25,6 +28,7 @@ from hf_zero.comm.process_groups import join
 
 
 LENGTH = 128  # tokens of the one row of a micro-batch
+MOST_OTHERS = 0.05  # of the cores' time that other processes may have while a setting is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +62,9 @@ def all_settings(
 
 
 def read_records(file: Path) -> list[tuple[Setting, int, float]]:
-    """The setting, the round and the seconds of a step of all that was measured so far."""
+    """The setting, the round and the seconds of a step of all that was measured undisturbed so far."""
     lines = file.read_text().splitlines() if file.exists() else []
-    records = [json.loads(line) for line in lines]
+    records = [record for record in map(json.loads, lines) if record.get("others", 0.0) <= MOST_OTHERS]
     return [(Setting(**record["setting"]), record["round"], record["wall"]["step"]) for record in records]
 
 
@@ -106,13 +110,32 @@ def _run_rank(
             rows=1,
             length=LENGTH,
         )
-        record = over_ranks(measure(bases[setting.size], case, steps, with_memory=False))
+        began = _spent()
+        figures = measure(bases[setting.size], case, steps, with_memory=False)
+        others = _others(began)
+        record = over_ranks(figures)
         if record is not None:
-            line = {"setting": asdict(setting), "round": round_, "wall": record["wall"], "cpu": record["cpu"]}
+            times = {"wall": record["wall"], "cpu": record["cpu"], "others": others}
+            line = {"setting": asdict(setting), "round": round_, **times}
             with open(file, "a") as records:
                 records.write(json.dumps(line) + "\n")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _spent() -> tuple[float, float, float]:
+    """Seconds so far: of the clock, of all processes on the cores, of this process on them."""
+    cores = psutil.cpu_times()
+    busy = cores.user + cores.system + getattr(cores, "softirq", 0.0)
+    return time.perf_counter(), busy, time.process_time()
+
+
+def _others(began: tuple[float, float, float]) -> float:
+    """The share of the cores' time since then that no rank had. A collective."""
+    passed, busy, own = (now - before for now, before in zip(_spent(), began, strict=True))
+    ours = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(ours)
+    return max(0.0, busy - float(ours)) / (passed * (os.cpu_count() or 1))
 
 
 def _all_go_on(until: float) -> bool:

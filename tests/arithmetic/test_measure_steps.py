@@ -34,8 +34,9 @@ def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch):
         assert {setting.ranks for setting in missing} == {ranks}
         asked.append((ranks, round_, len(missing)))
         with open(file, "a") as records:
-            setting = asdict(missing[0])
-            records.write(json.dumps({"setting": setting, "round": round_, "wall": {"step": 1.0 + round_}}) + "\n")
+            taken = {"setting": asdict(missing[0]), "round": round_, "wall": {"step": 1.0 + round_}}
+            disturbed = {"setting": asdict(missing[-1]), "round": round_, "wall": {"step": 9.0}, "others": 0.5}
+            records.writelines(json.dumps(record) + "\n" for record in (disturbed, taken))
 
     monkeypatch.setattr(measure_steps.multiprocessing, "spawn", spawn)
     take(settings, file, rounds=1, steps=1, minutes=0)
