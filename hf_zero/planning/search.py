@@ -51,7 +51,7 @@ def check_rates(request: Request, machine: Machine) -> None:
         if asked and missing and request.backend == "nccl":
             raise PlanError(
                 f"the configuration keeps state on '{device}', and {machine.name} has no {' and no '.join(missing)}: "
-                "add them to a machine's file of your own (--machine FILE)"
+                "add what you measure to a machine's file of your own (--machine FILE; disks: hf-zero doctor --disk)"
             )
         if asked and request.backend != "nccl":
             raise PlanError("--time knows offload beside GPUs only: leave the offload keys out for CPU ranks")
@@ -155,6 +155,8 @@ class _Search:
         per_step = self._per_step * seed.way.config.tp_size
         if seed.fits and seed.way.rows == min(per_step, self._most):
             return  # more memory would change nothing
+        if not machine.disk_rate:
+            self._tell("leaving disks out: the machine's file has no disk_rate (hf-zero doctor --disk measures one)")
         ranks = self._request.world_size // seed.way.config.tp_size
         for stage in _PLACED_STAGES:
             for places in offloaded_places(stage, ranks, disk=bool(machine.disk_rate)):

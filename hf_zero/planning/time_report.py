@@ -105,6 +105,8 @@ def print_run(run: Run, tokens: float) -> None:
             f" A training state is saved in {seconds(run.save_seconds)}; with a failure in "
             f"{GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, save every {run.interval / 60:.0f} minutes."
         )
+    else:
+        text += " How often to save is open: the machine's file has no disk_rate (hf-zero doctor --disk measures one)."
     Console(highlight=False, soft_wrap=True).print(text, markup=False)
 
 
