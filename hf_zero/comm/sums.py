@@ -15,13 +15,15 @@ class RankOrderSum:
     def __init__(self, size: int, on_chunk: OnChunk) -> None:
         self._last, self._on_chunk = size - 1, on_chunk
         self._total: Tensor | None = None
+        self._dtype: torch.dtype | None = None  # of sums: asked for once, as chunks are many
 
     def __call__(self, source: int, at: int, values: Tensor) -> None:
         if self._last == 0:
             self._on_chunk(at, values)
             return
         if self._total is None:
-            self._total = values.to(wide(values.dtype))
+            self._dtype = self._dtype or wide(values.dtype)
+            self._total = values.to(self._dtype)
         else:
             self._total.add_(values)
         if source == self._last:

@@ -102,11 +102,12 @@ class Reads(Messages):
             at = 0
             for own in _chunks(slices[self.rank], CACHED):
                 for rank in range(self.size):
-                    values = self._room(own, first=rank == 0)
+                    values = own
                     if rank != self.rank:
+                        values = self._room(own, first=rank == 0)
                         self.peers.read(rank, _REDUCE, tag.number, values, at * own.itemsize)
-                    else:
-                        values = values.copy_(own) if rank == 0 else own  # the sum is not made in a gradient
+                    elif rank == 0:  # the sum is not made in a gradient
+                        values = self._room(own, first=True).copy_(own)
                     take(rank, at, values)
                 at += own.numel()
             for peer in self.peers.ranks:
