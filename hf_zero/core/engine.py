@@ -308,7 +308,8 @@ class ZeroEngine:
 
     def _before_backward(self) -> None:
         self.homes.failures.begin_pass()
-        self._optimizers.begin_fetch_again()
+        for shard in self._optimizers.read_early:
+            shard.begin_fetch()
         self._stepper.restore_gradients()
         self.mesh.prepare_reductions()
         self.control.begin_backward()
@@ -355,11 +356,10 @@ class ZeroEngine:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The masters have stepped, or owe it: bring up to date whatever holds casts of them."""
-        self._stepper.after(optimizer)
+        self._stepper.after(optimizer, self._optimizers.begin_fetch)
         held = self._optimizers.held_by(optimizer)
         for gradient in self._structure.gradients:
             gradient.mark_stepped(held)
-        self._optimizers.begin_fetch()
         self.control.end_step(optimizer)
         self.after_rewrite(exact=False)
 

@@ -27,13 +27,15 @@ class OptimizerSet:
     Attributes:
         bindings: an entry for every attached optimizer, in order.
         masters: the flat weights of all shards, which have the gradients.
+        read_early: what owed the last steps and is not in memory. As much of it as buffers hold is read again before
+            the next steps, in backward: disks have less to do then.
     """
 
     def __init__(self, units: list[Unit], homes: Homes) -> None:
         self._units, self._homes = units, homes  # the engine's own list, in which units are replaced
         self.bindings: list[Binding] = []
         self.masters: list[Tensor] = [shard.weight for buffer in self._buffers for shard in buffer.resting.shards]
-        self._stepping: list[MasterShard] = []  # what owed the last steps, and is not in memory
+        self.read_early: list[MasterShard] = []
 
     @property
     def _buffers(self) -> Iterator[FlatBuffer]:
@@ -50,13 +52,9 @@ class OptimizerSet:
     def begin_fetch(self) -> None:
         """Have what steps need that are owed read ahead, in the order of units: so it will be needed."""
         if not self._homes.optimizer.keeps_memory:
-            self._stepping = [shard for buffer in self._buffers for shard in buffer.resting.masters if shard.owes]
-            self.begin_fetch_again()
-
-    def begin_fetch_again(self) -> None:
-        """Have as much as buffers hold read before the next steps are made: disks have less to do in backward."""
-        for shard in self._stepping:
-            shard.begin_fetch()
+            self.read_early = [shard for buffer in self._buffers for shard in buffer.resting.masters if shard.owes]
+            for shard in self.read_early:
+                shard.begin_fetch()
 
     def settle(self) -> None:
         """Make all steps that are owed."""
@@ -112,7 +110,7 @@ class OptimizerSet:
 
         Raises ZeroRuntimeError on all ranks where a disk has no room for the states that the optimizers will make.
         """
-        self._stepping = []
+        self.read_early = []
         with one_pass(self._units):
             self.masters = rebuild_masters(self.bindings, self._buffers, whole, self._homes)
         masters = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.gradients import GradientBuffer
+from hf_zero.core.heap import heap
 from hf_zero.core.master import MasterShard
 from hf_zero.core.placement import Place
 from hf_zero.core.skipped_params import SkippedParams
@@ -98,8 +99,8 @@ class Stepper:
         for shard, params in skipped.items():
             params.save(optimizer.state.get(shard.weight, {}))
 
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """The ordinary step is made: all other shards owe theirs from here on."""
+    def after(self, optimizer: torch.optim.Optimizer, on_debts: Callable[[], None]) -> None:
+        """The ordinary step is made: all other shards owe theirs from here on, and `on_debts` is called if any do."""
         for shard, params in self._near.items():
             params.restore(optimizer.state.get(shard.weight, {}))
         self._near = {}
@@ -109,6 +110,7 @@ class Stepper:
             self.owing = True
             for shard, (_, grad) in taken.grads.items():
                 shard.owe(functools.partial(self._pay, taken, shard), grad)
+            on_debts()
 
     def restore_gradients(self) -> None:
         """Give shards the gradients again that `before` has taken; they keep them until `zero_grad`."""
@@ -120,6 +122,9 @@ class Stepper:
     def _pay(self, taken: _Taken, shard: MasterShard) -> None:
         with self._by_itself():
             taken.step(shard)
+        if not shard.keeps_memory:
+            # Its gradient is gone. What the C library keeps of freed memory is as much as the disk has taken over.
+            heap.has_freed(shard.weight.nbytes)
 
     @contextlib.contextmanager
     def _by_itself(self) -> Iterator[None]:

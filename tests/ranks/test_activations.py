@@ -1,7 +1,6 @@
 """Inputs of checkpointed layers that rest elsewhere: no bit differs, memory is free, and nothing is left behind."""
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import gc
@@ -29,6 +28,7 @@ from tests.support.harness import distributed, run_ranks
 from tests.support.late_lanes import late_homes
 from tests.support.nets import Block, Net, batches, seeded
 from tests.support.networks import checkpoint_calls
+from tests.support.resident import used_bytes
 from tests.support.small_disk import on_a_small_disk
 
 
@@ -159,22 +159,14 @@ def _shard(folder, depth=12, device="nvme", stage=2, **options):
     return model, engine
 
 
-def _resident():
-    """Anonymous memory in bytes, without what only the C library keeps."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
-
-
 def _held_between_passes(folder):
     torch.set_num_threads(1)
     model, engine = _shard(folder)
     for step in range(2):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        before = _resident()
+        before = used_bytes()
         loss = model(x).square().mean()
-        held = _resident() - before
+        held = used_bytes() - before
         engine.backward(loss)
         del loss
     return held, None if folder is None else engine.homes.activations

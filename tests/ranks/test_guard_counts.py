@@ -28,7 +28,7 @@ CALLS = {
     0: (509, 171, 4),
     1: (557, 193, 4),
     2: (557, 193, 4),
-    3: (624, 264, 4),  # two ask whether anything is to be read from a disk: before backward, behind a step
+    3: (622, 264, 4),
 }
 
 

@@ -1,6 +1,5 @@
 """State on disk: bytes are counted, memory is given back, files are the same, and faults are errors with a place."""
 
-import ctypes
 import errno
 import gc
 import json
@@ -23,6 +22,7 @@ from hf_zero.core.placement import Place
 from hf_zero.errors import ZeroError, ZeroRuntimeError
 from tests.ranks.test_checkpoint import trainer_for
 from tests.support.harness import run_ranks
+from tests.support.resident import used_bytes
 from tests.support.small_disk import SIZE, on_a_small_disk
 
 
@@ -149,10 +149,7 @@ def _memory(folder, places):
     model, optimizer, engine = shard(folder, places=places, depth=6, width=2048, **options)
     train(model, optimizer, engine, 2, width=2048)
     engine.settle()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
+    return used_bytes()
 
 
 def test_what_is_on_disk_is_not_in_memory(tmp_path):

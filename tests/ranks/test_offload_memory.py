@@ -7,14 +7,17 @@ import torch
 
 import hf_zero
 from hf_zero.core.engine import ZeroEngine
+from hf_zero.core.heap import _Heap
 from hf_zero.core.placement import Place
 from hf_zero.planning.model import BatchShape
 from hf_zero.planning.places import Places
 from hf_zero.planning.trace import Scenario, trace
 from tests.ranks.test_memory import batch, build
+from tests.ranks.test_offload_disk import shard, train
 from tests.support.far_home import disk_homes, host_homes
-from tests.support.harness import distributed
+from tests.support.harness import distributed, run_ranks
 from tests.support.late_lanes import late_homes
+from tests.support.resident import anonymous_bytes
 
 
 def _train(homes):
@@ -47,6 +50,25 @@ def test_state_on_disk_is_not_in_memory():
     for unit in report.units:
         assert unit.optimizer > 0, "units say what is theirs, wherever it rests"
     assert "master weights, disk" in str(report)
+
+
+def _given_back(folder):
+    """Bytes that leave memory as steps that are owed are made, and those of the gradients that these need."""
+    model, optimizer, engine = shard(folder, depth=10, width=2048)
+    train(model, optimizer, engine, 2, width=2048)
+    kept = []
+    for layer in model.layers[1:]:  # small things that stay lie between the gradients
+        layer.register_full_backward_hook(lambda *_: kept.append(torch.zeros(4096)))
+    train(model, optimizer, engine, 1, width=2048)
+    before = anonymous_bytes()
+    engine.settle()
+    return before - anonymous_bytes(), 4 * sum(len(each) for each in engine.masters)
+
+
+def test_gradients_leave_memory_when_the_steps_are_made_that_they_are_owed_to(tmp_path):
+    """Or the C library would keep as much memory, in pieces that fit nothing, as the disk has taken over."""
+    for left, gradients in run_ranks(_given_back, str(tmp_path)):
+        assert left >= gradients - 2 * _Heap._EVERY, (left / 1e6, gradients / 1e6)
 
 
 @pytest.mark.parametrize("weights", ["none", "nvme"])
