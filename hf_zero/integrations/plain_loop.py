@@ -54,8 +54,9 @@ def shard(
                 f"{name} is {size} ({resolved.where(name)}), but a plain loop cuts its own batches: train by "
                 "ZeroTrainer or ZeroAccelerator, whose dataloaders share sequences out, or set it to 1"
             )
-    if resolved.tp_size > 1:
-        replaced = share_out_once(model, resolved.tp_size, functools.partial(_tensor_mesh, resolved, group, device))
+    shared = resolved.tp_size if resolved.tp_size > 1 else len(dtensors.ranks_of(model) or (0,))
+    if shared > 1:
+        replaced = share_out_once(model, shared, functools.partial(_tensor_mesh, resolved, group, device))
         if optimizer is not None:
             follow(optimizer, replaced)
     engine = LoopEngine(model, resolved, group=group, device=device, mixins=mixins_for(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -18,7 +19,7 @@ def share_out_once(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """As `share_out`, over `size` ranks, unless the model was loaded so.
 
-    Raises ZeroConfigError, too, for one that was shared out over another number of ranks.
+    Raises ZeroConfigError, too, for one that was shared out over another number of ranks, or in the middle of heads.
     """
     ranks = dtensors.ranks_of(model)
     if ranks is not None and len(ranks) != size:
@@ -27,7 +28,11 @@ def share_out_once(
             f"{size}: set tp_size to {len(ranks)} (or ParallelismConfig(tp_size={len(ranks)})), so that these ranks "
             "get the same samples"
         )
-    return share_out(model, mesh()) if ranks is None and size > 1 else {}
+    if ranks is None:
+        return share_out(model, mesh()) if size > 1 else {}
+    if hasattr(model, "_expand_parallel_plan"):
+        _check_heads(model, model._expand_parallel_plan(model.tp_plan), size)
+    return {}
 
 
 def follow(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -42,8 +47,8 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
     The mesh has one dimension. Nothing is sent: each rank keeps its part of what it has, or reads its part of what was
     loaded under `zero_init`. Returns the parameters that have taken the place of others.
 
-    Raises ZeroConfigError for a model that has no plan or that is quantised, where the plan has two rules for one
-    parameter, and where the installed transformers makes no DTensors.
+    Raises ZeroConfigError for a model that has no plan, that is quantised, or whose heads the ranks cannot share out,
+    where the plan has two rules for one parameter, and where the installed transformers makes no DTensors.
     """
     apply = _apply_of_transformers()
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
@@ -56,6 +61,8 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
             f"{type(model).__name__} has no tp_plan, so tp_size cannot be {mesh.size()}: set it to 1, or give the "
             "model's configuration a base_model_tp_plan"
         )
+    plan = model._expand_parallel_plan(plan)
+    _check_heads(model, plan, mesh.size())
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -68,7 +75,7 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
         for _, module, name in found:
             bare = torch.empty(param.shape, dtype=param.dtype, device="meta")
             module._parameters[name] = nn.Parameter(bare, param.requires_grad)
-    apply(model, mesh, model._expand_parallel_plan(plan))
+    apply(model, mesh, plan)
     replaced = {}
     for param, found in places.items():
         (first, module, own), *others = found
@@ -86,6 +93,23 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
         for _, its_module, its in found:
             its_module._parameters[its] = made
     return replaced
+
+
+def _check_heads(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
+    """Refuse numbers of heads that do not divide: transformers cuts anywhere, and a rank attends with whole heads."""
+    heads = {}
+    for path, style in plan.items():
+        if style == "colwise" and path.endswith((".q_proj", ".k_proj")):  # others have their heads, or are gathered
+            attention, layer = map(model.get_submodule, (path.rpartition(".")[0], path))
+            heads[path] = layer.out_features // getattr(attention, "head_dim", 1)
+    wrong = next((path for path in heads if heads[path] % size), None)
+    if wrong is not None:
+        fitting = [str(number) for number in range(1, size) if math.gcd(*heads.values()) % number == 0]
+        raise ZeroConfigError(
+            f"tp_size is {size}, but '{wrong}' of {type(model).__name__} makes {heads[wrong]} head(s), and each rank "
+            f"needs as many whole ones: set tp_size to {' or '.join(fitting)}, or let ranks share sequences instead "
+            "(sp_size), for which heads of keys need not divide"
+        )
 
 
 def _apply_of_transformers() -> Callable[..., object]:

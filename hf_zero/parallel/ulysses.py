@@ -282,27 +282,20 @@ def _check_call(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
 def _check(model: nn.Module, size: int) -> PreTrainedModel:
     """The model of transformers that is to be cut. Raises ZeroConfigError where it cannot be."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
-    if not isinstance(base, PreTrainedModel):
-        raise ZeroConfigError(
-            f"sp_size is {size}, but {type(base).__name__} is no model of transformers, whose attention could be "
-            "exchanged: set sp_size to 1"
-        )
-    reason = _reason_against(model, base, base.config)
+    reason = _reason_against(model, base)
     if reason is not None:
         raise ZeroConfigError(
             f"sp_size is {size}, but {type(base).__name__} {reason}, so parts of its sequences cannot be computed "
             "separately: set sp_size to 1"
         )
-    if getattr(base.config, "output_router_logits", False):
-        raise ZeroConfigError(
-            f"sp_size is {size}, but output_router_logits is on, and the loss that balances experts is no sum over "
-            "tokens: set output_router_logits to False, or sp_size to 1"
-        )
     shares_of_heads(base.config.num_attention_heads, 1, size)
     return base
 
 
-def _reason_against(model: nn.Module, base: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+def _reason_against(model: nn.Module, base: nn.Module) -> str | None:
+    if not isinstance(base, PreTrainedModel):
+        return "is no model of transformers"
+    config = base.config
     if config.is_encoder_decoder:
         return "attends to the sequences of an encoder"
     if config.get_text_config() is not config:
@@ -319,4 +312,6 @@ def _reason_against(model: nn.Module, base: PreTrainedModel, config: PreTrainedC
         return f"mixes neighbouring tokens in '{mixing}'"
     if not base._can_set_attn_implementation():
         return "does not take its attention from transformers' registry"
+    if getattr(config, "output_router_logits", False):
+        return "balances experts by a loss that is no sum over tokens (output_router_logits is on: set it to False)"
     return None

@@ -15,7 +15,7 @@ from hf_zero.errors import ZeroConfigError
 from hf_zero.parallel.tensor_parallel import share_out
 from tests.ranks.test_memory import batch, check_bytes, live_bytes
 from tests.ranks.test_memory import build as build_large
-from tests.support import zoo
+from tests.support import sequences, zoo
 from tests.support.harness import run_ranks
 from tests.support.reference import SGD
 from tests.support.tensor_models import whole_weights
@@ -54,7 +54,11 @@ def _from_pretrained(source, target, how):
     return whole_weights(model)
 
 
-HOWS = ["zero_init", "distributed_config", "distributed_config under zero_init"]
+HOWS = [
+    "zero_init",
+    "distributed_config",
+    pytest.param("distributed_config under zero_init", marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -69,6 +73,18 @@ def test_loaded_models_train_and_are_saved_alike(how, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "ours").iterdir()} == files
     for name in files - {"model.safetensors"}:
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text(), name
+
+
+def _shard_loaded(source):
+    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(tp_size=2))
+    with pytest.raises(ZeroConfigError, match="k_proj' of LlamaForCausalLM makes 1 head.*set tp_size to 1, or"):
+        hf_zero.shard(model, None, {"zero_stage": 3})
+
+
+def test_heads_that_were_cut_while_loading_are_refused(tmp_path, monkeypatch):
+    sequences.build(keys=1).save_pretrained(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run_ranks(_shard_loaded, tmp_path, world_size=2)
 
 
 def _read_and_keep(source):
@@ -96,7 +112,7 @@ def _read_and_keep(source):
     return loaded, kept, whole + parts
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_a_rank_reads_its_part_of_the_files_and_keeps_its_slice(ranks, tmp_path, monkeypatch):
     build_large().save_pretrained(tmp_path / "stock")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
