@@ -17,14 +17,14 @@ def loop(name, width, config):
     return model, optimizer, hf_zero.shard(model, optimizer, config)
 
 
-def train(model, optimizer, engine, steps):
+def train(model, optimizer, engine, steps, name="llama"):
     """Steps on the batches of two data-parallel ranks, however many there are."""
     groups = engine.mesh.world.world_size
     mine = [group for group in range(2) if group % groups == engine.mesh.world.rank] if groups < 2 else None
     for step in steps:
         batches = mine or [engine.mesh.world.rank % 2]
         for group in batches:
-            engine.backward(model(**zoo.batch("llama", group, step)).loss / len(batches))
+            engine.backward(model(**zoo.batch(name, group, step)).loss / len(batches))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -38,8 +38,8 @@ def save(name, width, folder, stage):
         model.save_pretrained(folder)
 
 
-# Columns and rows, tied embeddings, packed experts, packed projections.
-CASES = {("llama", 3), ("llama_tied", 1), ("mixtral", 3), ("phi3", 2)}
+# Columns and rows with tied embeddings, packed experts, packed projections.
+CASES = {("llama_tied", 1), ("mixtral", 3), ("phi3", 2)}
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_saved_folders_are_those_of_one_process(name, stage, tmp_path):
         assert ours[file] == content, file
 
 
-def begin(width, folder):
-    model, optimizer, engine = loop("llama", width, {"zero_stage": 2})
-    train(model, optimizer, engine, range(2))
+def begin(name, width, folder):
+    model, optimizer, engine = loop(name, width, {"zero_stage": 2})
+    train(model, optimizer, engine, range(2), name)
     engine.save_checkpoint(folder, {"step": 2})
-    train(model, optimizer, engine, range(2, 4))
+    train(model, optimizer, engine, range(2, 4), name)
     return whole_weights(model)
 
 
@@ -94,26 +94,38 @@ def distribute(whole, param):
     return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def go_on(width, folder, stage):
-    model, optimizer, engine = loop("llama", width, {"zero_stage": stage})
+def go_on(name, width, folder, stage):
+    model, optimizer, engine = loop(name, width, {"zero_stage": stage})
     assert engine.load_checkpoint(folder) == {"step": 2}
-    train(model, optimizer, engine, range(2, 4))
+    train(model, optimizer, engine, range(2, 4), name)
     return whole_weights(model)
 
 
 LAYOUTS = [(4, 2), (2, 2), (4, 1), (1, 1)]
-USUAL = {((4, 2), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (4, 2)), ((4, 2), (1, 1))}
-PAIRS = [
-    pytest.param(before, after, marks=[pytest.mark.exhaustive] * ((before, after) not in USUAL))
-    for before in LAYOUTS
-    for after in LAYOUTS
-]
 
 
-@pytest.mark.parametrize("before, after", PAIRS)
-def test_training_goes_on_at_any_layout(before, after, tmp_path):
-    """Whatever the layout (ranks, and how many share out a model), a step takes the mean over the same two batches."""
-    (weights, *_) = run_ranks(begin, before[1], tmp_path / "state", world_size=before[0])
-    (found, *_) = run_ranks(go_on, after[1], tmp_path / "state", 3, world_size=after[0])
-    for name, weight in weights.items():
-        assert (found[name] - weight).abs().max() <= 1e-6, name
+def resume(name, before, after, folder):
+    """Whatever the layout (ranks, and how many share out a model), a step takes the mean over the same two batches.
+
+    Returns the largest difference of a weight from that of the run that was not interrupted, after each of `after`.
+    """
+    (weights, *_) = run_ranks(begin, name, before[1], folder, world_size=before[0])
+    worst = {}
+    for layout in after:
+        (found, *_) = run_ranks(go_on, name, layout[1], folder, 3, world_size=layout[0])
+        assert found.keys() == weights.keys()
+        worst[layout] = max((found[key] - weight).abs().max().item() for key, weight in weights.items())
+        assert worst[layout] <= 1e-6, (layout, worst)
+    return worst
+
+
+@pytest.mark.parametrize("before, after", [((4, 2), (1, 1)), ((4, 1), (4, 2))])
+def test_training_goes_on_at_other_layouts(before, after, tmp_path):
+    resume("llama", before, [after], tmp_path / "state")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "phi3"])
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_training_goes_on_at_any_layout(name, before, tmp_path):
+    resume(name, before, LAYOUTS, tmp_path / "state")
