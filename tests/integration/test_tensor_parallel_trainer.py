@@ -40,7 +40,7 @@ def _train(folder, stage, resume=None, width=1, **arguments):
     return without_times(trainer.state.log_history), saved_weights(trainer, folder / "saved")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_trainer_gives_the_numbers_of_data_parallel_ranks(stage, tmp_path):
     whole = run_ranks(_train, tmp_path / "whole", None, world_size=2)[0]
     for found in run_ranks(_train, tmp_path / "ours", stage, width=2, world_size=4):
@@ -83,7 +83,7 @@ def _loop(config, parallelism, optimizer_first):
     return losses, state
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("optimizer_first", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_loop_of_accelerate_gives_the_numbers_of_data_parallel_ranks(optimizer_first):
     whole = run_ranks(_loop, {"zero_stage": 2}, None, False, world_size=2)[0]
     ours = run_ranks(

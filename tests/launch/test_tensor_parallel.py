@@ -11,7 +11,9 @@ from tests.support.launches import ACCELERATE, HF_ZERO, RECIPES
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name, text", [("trainer", TRAINER), ("loop", LOOP)])
+@pytest.mark.parametrize(
+    "name, text", [("trainer", TRAINER), pytest.param("loop", LOOP, marks=pytest.mark.exhaustive)]
+)
 def test_an_unmodified_script_trains_as_with_whole_layers(name, text, tmp_path):
     script = tmp_path / "train.py"
     # Two heads of keys and values, which two ranks share.

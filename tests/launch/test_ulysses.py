@@ -8,6 +8,8 @@ from tests.support.launches import ACCELERATE, HF_ZERO, RECIPES, run
 
 pytestmark = pytest.mark.slow
 
+LAUNCH = (*ACCELERATE, "--config_file")
+
 MODEL = """
 import torch
 import transformers as tf
@@ -49,19 +51,24 @@ def _losses(command, script, folder):
     return found[0]
 
 
-@pytest.mark.parametrize("name, text", [("trainer", TRAINER), ("loop", LOOP)])
-def test_an_unmodified_script_trains_as_with_whole_sequences(name, text, tmp_path):
-    script = tmp_path / "train.py"
+def _script(folder, text):
+    script = folder / "train.py"
     script.write_text(text + SAY)
+    return script, _losses((*LAUNCH, RECIPES / "zero3.yaml", "--num_processes", 2), script, folder)
+
+
+def test_a_flag_of_the_launcher_shares_sequences(tmp_path):
+    script, whole = _script(tmp_path, LOOP)
+    flags = ("--num_processes", 4, "--parallelism_config_sp_size", 2)
+    assert _losses((*HF_ZERO, "--config_file", RECIPES / "zero3.yaml", *flags), script, tmp_path) == whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", [TRAINER, LOOP], ids=["trainer", "loop"])
+def test_an_unmodified_script_trains_as_with_whole_sequences(text, tmp_path):
+    script, whole = _script(tmp_path, text)
     settings = yaml.safe_load((RECIPES / "zero3_sequences.yaml").read_text())
     settings["parallelism_config"]["parallelism_config_sp_size"] = 2
     shared = tmp_path / "shared.yaml"
     shared.write_text(yaml.safe_dump(settings))
-    launch = (*ACCELERATE, "--config_file")
-    whole = _losses((*launch, RECIPES / "zero3.yaml", "--num_processes", 2), script, tmp_path)
-    found = _losses((*launch, shared, "--num_processes", 4), script, tmp_path)
-    assert found == whole
-    if name == "loop":
-        flags = ("--num_processes", 4, "--parallelism_config_sp_size", 2)
-        found = _losses((*HF_ZERO, "--config_file", RECIPES / "zero3.yaml", *flags), script, tmp_path)
-        assert found == whole
+    assert _losses((*LAUNCH, shared, "--num_processes", 4), script, tmp_path) == whole

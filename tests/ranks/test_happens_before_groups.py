@@ -113,7 +113,7 @@ def _marked(names, usual):
 # Sums of parts that the engine takes over (qwen3), and experts.
 LAYERS = _marked(
     ("llama", "qwen3", "mixtral"),
-    [("llama", 1, False, "plain"), ("qwen3", 3, True, "offload"), ("qwen3", 3, False, "small_units")],
+    [("qwen3", 3, True, "offload"), ("llama", 2, False, "plain")],
 )
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_share_layers(name, stage, checkpoints, variant):
 
 
 # Grouped heads, and a head of keys that all ranks need.
-HEADS = _marked(((4, 2), (4, 1)), [((4, 2), 3, False, "plain"), ((4, 1), 2, True, "offload")])
+HEADS = _marked(((4, 2), (4, 1)), [((4, 2), 3, False, "plain")])
 
 
 @pytest.mark.parametrize("heads, stage, checkpoints, variant", HEADS)

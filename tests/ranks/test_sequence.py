@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -44,12 +45,15 @@ def _draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("heads, keys", HEADS)
 @pytest.mark.parametrize("size", [2, 4])
 @distributed(world_size=4)
-def test_exchanges_and_their_gradients_are_those_of_whole_sequences(heads, keys, size):
-    mesh = Mesh(Communicator.connect())
-    group = SequenceGroup(mesh, size)
+def test_exchanges_and_their_gradients_are_those_of_whole_sequences(size):
+    group = SequenceGroup(Mesh(Communicator.connect()), size)
+    for heads, keys in HEADS:
+        _check_exchanges(group, heads, keys, size)
+
+
+def _check_exchanges(group, heads, keys, size):
     shares = shares_of_heads(heads, keys, size)
     of_queries, of_keys = [query for query, _ in shares], [key for _, key in shares]
     assert (group.rank, group.size) == (dist.get_rank() % size, size)
@@ -133,8 +137,14 @@ def _checkpointed(layers, reentrant, x):
     return x
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("transport", ["nccl", "messages", "reads"])
+USUAL = {("nccl", False), ("messages", True), ("reads", None)}
+WAYS = [
+    pytest.param(*way, marks=[pytest.mark.exhaustive] * (way not in USUAL))
+    for way in itertools.product(["nccl", "messages", "reads"], [None, False, True])
+]
+
+
+@pytest.mark.parametrize("transport, reentrant", WAYS)
 def test_no_interleaving_of_exchanges_and_gathers_hangs(transport, reentrant):
     """Heads are exchanged while weights are gathered ahead, and while gradients are reduced."""
     for stage in range(4):

@@ -91,7 +91,7 @@ def _offload(cases):
 
 
 def test_no_bit_differs_where_masters_are_away():
-    _offload([("llama", "far", 3, "no"), ("qwen3", "disk", 3, "bf16"), ("phi3", "streamed", 1, "no")])
+    _offload([("qwen3", "disk", 3, "bf16")])
 
 
 @pytest.mark.exhaustive

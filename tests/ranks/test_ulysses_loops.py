@@ -76,7 +76,7 @@ CASES = {
     "bf16": Case(partial(sequences.build), stage=3, config={"mixed_precision": "bf16"}, tolerance=3e-2),
     "positions as weights": Case(partial(zoo.build, "gpt2"), stage=3, batches="padded"),
 }
-USUAL = ("one head of keys", "keys that four ranks share", "heads that do not divide", "checkpoints", "sliding window")
+USUAL = ("one head of keys", "heads that do not divide", "checkpoints", "sliding window")
 
 
 def _loader(case):
