@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 import hf_zero
 from hf_zero.comm import work as comm_work
@@ -44,7 +44,8 @@ def _record_rank(program: Callable[[Recording], None], rank: int, world_size: in
     assert Recording.current is None, "one recording at a time"
     recording = Recording.current = Recording(device)
     excepthook = sys.excepthook  # torch wraps it once more for every default group
-    _clear_sharding_prop_cache()  # where DTensors keep meshes of the rank before
+    for clear in (_clear_python_sharding_prop_cache, _clear_fast_path_sharding_prop_cache):
+        clear()  # where DTensors keep meshes of the rank before
     try:
         dist.init_process_group("recorded", store=dist.HashStore(), rank=rank, world_size=world_size)
         with recording.open():
