@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from torch import Tensor
 
 
@@ -38,7 +39,7 @@ _MAX_WORD = _WORD.size + MAX_RANGES * _RANGE.size
 _RETURNED = 128  # added to the kind of an offer that is given back
 _CONNECT_S = 30.0
 _GOODBYE_S = 5.0
-_LET_ANYONE_READ = (0x59616D61, 2**64 - 1)  # prctl's PR_SET_PTRACER, PR_SET_PTRACER_ANY
+_SET_READER = 0x59616D61  # prctl's PR_SET_PTRACER: a process which, with its descendants, may read this one
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -56,6 +57,7 @@ class _Rank(NamedTuple):
     name: bytes  # of its socket; empty where it has none
     address: int  # where `probe` lies in its memory
     probe: bytes
+    ancestors: list[int]  # nearest first; empty where the system lets ranks read each other as it is
 
 
 class _Offer:
@@ -93,7 +95,10 @@ class PeerMemory:
         place = _place()
         listener = None if place is None else _listen()
         name = b"" if listener is None else listener.getsockname()
-        everyone = [_Rank(*fields) for fields in exchange((place, os.getpid(), name, address, bytes(probe)))]
+        everyone = [_Rank(*one) for one in exchange((place, os.getpid(), name, address, bytes(probe), _ancestors()))]
+        if any(one.ancestors for one in everyone):
+            _permit(everyone[rank].ancestors, everyone)
+            exchange(None)  # nobody reads before all have permitted it
         peers = None
         if listener is not None and all(one.place is not None and one.place == place and one.name for one in everyone):
             try:
@@ -251,13 +256,21 @@ def _place() -> tuple | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net", "user")]
-        place = (boot, *namespaces, os.getuid())
     except OSError:
         return None
-    if _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        # Some systems let only a debugger's children be read; this process allows its user's other processes too.
-        _libc().prctl(_LET_ANYONE_READ[0], ctypes.c_ulong(_LET_ANYONE_READ[1]), 0, 0, 0)
-    return place
+    return (boot, *namespaces, os.getuid())
+
+
+def _ancestors() -> list[int]:
+    """The processes that this one descends from, nearest first, where the system lets only such read a process."""
+    return [one.pid for one in psutil.Process().parents()] if _YAMA.exists() and _YAMA.read_text() == "1\n" else []
+
+
+def _permit(ancestors: list[int], everyone: list[_Rank]) -> None:
+    """Let the descendants of the launcher, and nobody else, read this process: the ranks are all among them."""
+    # Without one in common the ranks find that they cannot read, and send messages.
+    for launcher in [pid for pid in ancestors if all(pid in one.ancestors for one in everyone)][:1]:
+        _libc().prctl(_SET_READER, ctypes.c_ulong(launcher), 0, 0, 0)
 
 
 def _listen() -> socket.socket | None:

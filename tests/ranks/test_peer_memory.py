@@ -188,6 +188,25 @@ def test_all_ranks_send_messages_where_one_cannot_be_read(reason):
     assert flat.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("asks", ["0", "1"])
+@distributed(world_size=2)
+def test_where_the_kernel_asks_the_launcher_is_named_and_nobody_else(tmp_path, asks):
+    """With Yama as it might be here: who is named, and its descendants, may read a process."""
+    peer_memory._YAMA = tmp_path / f"ptrace_scope_{dist.get_rank()}"
+    peer_memory._YAMA.write_text(f"{asks}\n")
+    library, permitted = peer_memory._libc(), []
+
+    class Library:
+        process_vm_readv = library.process_vm_readv
+
+        def prctl(self, option, process, *rest):
+            permitted.append((option, process.value))
+
+    peer_memory._libc = lambda: Library()
+    assert Communicator.connect().takes_parts
+    assert permitted == ([(0x59616D61, os.getppid())] if asks == "1" else []), "the ranks of a test are siblings"
+
+
 @distributed(world_size=2)
 def test_nothing_has_a_name_in_the_file_system():
     def sockets():
