@@ -3,5 +3,5 @@
 from hf_zero.tools.requirements import check_release
 
 
-for _name in ("accelerate", "transformers"):
+for _name in ("torch", "accelerate", "transformers"):
     check_release(_name)

@@ -23,7 +23,7 @@ from rich.table import Table
 from hf_zero.command_line import CommandParser, wide_console
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.errors import ZeroRuntimeError
-from hf_zero.tools.requirements import requirements
+from hf_zero.tools.requirements import admits, requirements
 
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "9p", "fuse.sshfs"}
@@ -49,7 +49,7 @@ def versions() -> Iterator[Finding]:
         fix = f"pip install '{wanted.name}{wanted.specifier}'"
         if found is None:
             yield _fail(wanted.name, f"is not installed: {fix}")
-        elif wanted.specifier.contains(found, prereleases=True):
+        elif admits(wanted, found):
             yield _ok(wanted.name, found)
         else:
             yield _fail(wanted.name, f"{found} is outside {wanted.specifier}: {fix}")

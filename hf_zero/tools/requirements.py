@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from hf_zero.errors import ZeroImportError
 
@@ -17,6 +18,11 @@ def requirements(extra: str = "") -> Iterator[Requirement]:
             yield wanted
 
 
+def admits(wanted: Requirement, found: str) -> bool:
+    """Whether a version is in range; images of vendors call theirs 2.10.0a0+vendor, which counts as 2.10.0."""
+    return wanted.specifier.contains(Version(found).base_version)
+
+
 def check_release(name: str, extra: str = "") -> None:
     """Raise ZeroImportError where the installed release of a package is outside of the range that is tested."""
     try:
@@ -24,8 +30,6 @@ def check_release(name: str, extra: str = "") -> None:
     except metadata.PackageNotFoundError:  # run from a folder: nothing says what is needed
         return
     found = metadata.version(name)
-    if not wanted.specifier.contains(found, prereleases=True):
-        raise ZeroImportError(
-            f"{name} {found} is installed, and hf_zero works with {name}{wanted.specifier}: "
-            f"pip install '{name}{wanted.specifier}'"
-        )
+    if not admits(wanted, found):
+        right = f"{name}{wanted.specifier}"
+        raise ZeroImportError(f"{name} {found} is installed, and hf_zero works with {right}: pip install '{right}'")
