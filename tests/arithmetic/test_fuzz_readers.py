@@ -147,7 +147,7 @@ def _fuzz(name, folder, examples):
 
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_are_errors_for_people(tmp_path, name):
-    _fuzz(name, tmp_path, 150)
+    _fuzz(name, tmp_path, 50)
 
 
 @pytest.mark.exhaustive

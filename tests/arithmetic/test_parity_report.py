@@ -42,6 +42,7 @@ def test_the_page_says_where_it_was_measured_and_by_which_command():
     assert "Measured on 20" in text and "torch 2." in text and "transformers" in text
 
 
+@pytest.mark.exhaustive  # what it calls are the parity tests' own functions
 def test_a_measurement_of_one_model():
     measured = parity_report.measure("bert", "sgd", SETUP)
     assert set(measured) == set(STAGES)

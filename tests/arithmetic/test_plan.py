@@ -1,5 +1,6 @@
 """`hf-zero plan`: its table, files and errors, and the choice that it makes."""
 
+import contextlib
 import json
 from xml.etree import ElementTree
 
@@ -181,8 +182,8 @@ def test_cpu_ranks_share_this_machines_memory(folder, capsys):
 
 
 @pytest.mark.slow
-def test_what_it_works_on_is_told(folder):
-    config = read_config(str(folder))
+@pytest.mark.parametrize("until_the_end", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_what_it_works_on_is_told(folder, until_the_end):
     request = Request(
         name="a",
         config=ZeroConfig(mixed_precision="bf16"),
@@ -195,11 +196,20 @@ def test_what_it_works_on_is_told(folder):
         backend="nccl",
     )
     told = []
-    make_plan(build(config), request, lambda *what: told.append(what))
+
+    def tell(*what):
+        told.append(what)
+        if what[0].startswith("nothing fits; ") and not until_the_end:
+            raise LookupError
+
+    with contextlib.nullcontext() if until_the_end else pytest.raises(LookupError):
+        make_plan(build(read_config(str(folder))), request, tell)
     assert told[:2] == [("training stage 0 without values", 1, 8), ("training stage 1 without values", 2, 8)]
     assert told[7] == ("training stage 3 with checkpointing without values", 8, 8)
     tiled = [one for one in told if "tiles" in one[0]]
     assert tiled[0] == ("nothing fits; training stage 1 in tiles without values",) and told[8] == tiled[0]
+    if not until_the_end:
+        return
     assert told[8 + len(tiled)] == ("training stage 1 with offload without values", 1, 8)
     assert told[16 + len(tiled)] == ("nothing fits; training stage 3 on 4 GPUs without values",)
 
@@ -370,6 +380,7 @@ ZeroTrainer(model=model, args=arguments, train_dataset=rows).train()
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/integration/test_plan_measured.py compares runs with their plans without a launcher
 def test_a_script_is_measured(folder, tmp_path, capsys):
     script, config = tmp_path / "train.py", tmp_path / "zero3.yaml"
     script.write_text(_SCRIPT)

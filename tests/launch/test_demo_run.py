@@ -145,6 +145,7 @@ def test_runs_differ_where_a_loss_does_or_is_missing(other, apart):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_offload_demo_compares_two_runs_on_a_small_recipe(tmp_path):
     recipe = write_small_recipe(tmp_path)
     status, output = run(sys.executable, "scripts/prepare_demo.py", "--config", recipe)
@@ -168,12 +169,13 @@ def test_the_offload_demo_compares_two_runs_on_a_small_recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_commands_run_twice_on_a_small_recipe(tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_demo_commands_run_on_a_small_recipe_also_again(tmp_path, times):
     path = write_small_recipe(tmp_path)
 
     accelerate_file = "recipes/accelerate_configs/zero3.yaml"
     launch = [BIN / "accelerate", "launch", "--config_file", accelerate_file, "--num_processes", "2"]
-    for _ in range(2):
+    for _ in range(times):
         status, output = run(sys.executable, "scripts/prepare_demo.py", "--config", path)
         assert status == 0, output
         status, output = run(*launch, "scripts/sft.py", "--config", path, CUDA_VISIBLE_DEVICES="")

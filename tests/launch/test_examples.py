@@ -76,7 +76,8 @@ def _is_there(path):
     return False
 
 
-def test_the_plain_loop_goes_on_at_another_number_of_ranks_and_after_a_killed_rank(tmp_path):
+@pytest.mark.exhaustive
+def test_the_plain_loop_goes_on_at_another_number_of_ranks(tmp_path):
     model, steps = _model(tmp_path / "model"), ("--steps", 40, "--save_steps", 5)
     loop = (*TORCHRUN, "--standalone", "--nproc-per-node")
     ((whole,), (status,)) = run((*loop, 2, LOOP, model, tmp_path / "whole", *steps), folder=tmp_path)
@@ -87,9 +88,13 @@ def test_the_plain_loop_goes_on_at_another_number_of_ranks_and_after_a_killed_ra
     assert status == 0, rest
     assert _losses(rest)[40] == pytest.approx(_losses(whole)[40], abs=1e-5) and min(_losses(rest)) == 25
 
-    killed = tmp_path / "killed"
-    longer = ("--steps", 200, "--save_steps", 5)
-    process = start(*loop, 2, LOOP, model, killed, *longer, folder=tmp_path)
+
+@pytest.mark.slow
+def test_the_plain_loop_goes_on_after_a_killed_rank(tmp_path):
+    model, killed = _model(tmp_path / "model"), tmp_path / "killed"
+    loop = (*TORCHRUN, "--standalone", "--nproc-per-node")
+    steps = ("--steps", 200, "--save_steps", 5)
+    process = start(*loop, 2, LOOP, model, killed, *steps, folder=tmp_path)
     try:
         assert _is_there(killed), "no checkpoint"
         ranks = [child for child in psutil.Process(process.pid).children() if "plain_loop.py" in str(child.cmdline())]
@@ -99,7 +104,7 @@ def test_the_plain_loop_goes_on_at_another_number_of_ranks_and_after_a_killed_ra
         if process.poll() is None:
             process.kill()
     assert process.returncode != 0
-    ((rest,), (status,)) = run((*loop, 2, LOOP, model, killed, *longer), folder=tmp_path)
+    ((rest,), (status,)) = run((*loop, 2, LOOP, model, killed, *steps), folder=tmp_path)
     assert status == 0, rest
     assert 5 < min(_losses(rest)) <= max(_losses(rest)) == 200, rest
 
@@ -136,6 +141,34 @@ def test_the_scripts_for_slurm_start_what_is_there(tmp_path, name):
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout, done.stdout + done.stderr
 
 
+# The fields of these types in Kubeflow Trainer's API v1alpha1 (trainjob_types.go) that a user sets.
+_TRAIN_JOB = {
+    "spec": {
+        "runtimeRef",
+        "initializer",
+        "trainer",
+        "runtimePatches",
+        "suspend",
+        "activeDeadlineSeconds",
+        "managedBy",
+    },
+    "spec.trainer": {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"},
+    "patch": {"manager", "trainingRuntimeSpec"},
+    "pod": {"serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets", "nodeSelector"},
+    "container": {"name", "env", "volumeMounts", "securityContext"},
+}
+
+
 def test_the_kubernetes_example_is_a_train_job():
     job = yaml.safe_load((ROOT / "examples/cluster/kubeflow_trainjob.yaml").read_text())
-    assert job["kind"] == "TrainJob" and job["spec"]["trainer"]["command"][:3] == ["torchrun", "-m", "hf_zero.run"]
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer, (patch,) = job["spec"]["trainer"], job["spec"]["runtimePatches"]
+    assert trainer["command"][:3] == ["torchrun", "-m", "hf_zero.run"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    found = {"spec": job["spec"], "spec.trainer": trainer, "patch": patch, "pod": pod, "container": container}
+    assert {name: set(fields) - _TRAIN_JOB[name] for name, fields in found.items()} == dict.fromkeys(found, set())
+    assert (node["name"], container["name"]) == ("node", "node"), "of the runtime torch-distributed"
+    assert pod["volumes"][0]["name"] == container["volumeMounts"][0]["name"]
+    assert trainer["command"][-1].startswith(container["volumeMounts"][0]["mountPath"])

@@ -55,7 +55,7 @@ def launch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["alike", "early"])
+@pytest.mark.parametrize("what", ["alike", pytest.param("early", marks=pytest.mark.exhaustive)])
 def test_what_all_ranks_fail_with_is_printed_once(launch, what):
     output, status = launch(HF_ZERO, what)
     assert status == 2
@@ -81,6 +81,7 @@ def test_a_rank_that_fails_alone_is_heard(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bugs_keep_the_traceback_of_every_rank(launch):
     output, status = launch(HF_ZERO, "bug")
     assert status == 1
@@ -89,6 +90,7 @@ def test_bugs_keep_the_traceback_of_every_rank(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_variable_brings_the_tracebacks_back(launch):
     output, status = launch(HF_ZERO, "alike", HF_ZERO_TRACEBACK="1")
     assert status == 2

@@ -1,4 +1,8 @@
-"""Real launches on CPU: every command in which a user may start ranks, and two machines simulated on one."""
+"""Real launches on CPU: every command in which a user may start ranks, and two machines simulated on one.
+
+The exhaustive ones have short forms without ranks in test_launcher.py and test_launch_environment.py, and that of two
+machines in test_nodes_recipes.py.
+"""
 
 import configparser
 import json
@@ -86,11 +90,11 @@ def test_the_package_declares_the_hook_and_the_command():
     assert "hf-zero = hf_zero.cli:main" in points["console_scripts"]
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("MULTI_CPU", 0), ("MULTI_GPU", 0)])
-def test_hf_zero_launch_starts_ranks_where_stock_lets_them_train_alone(launch, tmp_path, kind, stage):
+@pytest.mark.parametrize("kind", ["MULTI_CPU", pytest.param("MULTI_GPU", marks=pytest.mark.exhaustive)])
+def test_hf_zero_launch_starts_ranks_where_stock_lets_them_train_alone(launch, tmp_path, kind):
     file = tmp_path / "config.yaml"
     file.write_text(f"distributed_type: {kind}\nnum_processes: 2\nmixed_precision: bf16\n")
-    _check(launch((*HF_ZERO, "--config_file", file)), stage=stage, source="HF_ZERO_CONFIG")
+    _check(launch((*HF_ZERO, "--config_file", file)), stage=0, source="HF_ZERO_CONFIG")
 
 
 def test_the_literal_accelerate_launch_runs_a_deepspeed_yaml(launch):
@@ -104,7 +108,7 @@ def test_the_literal_accelerate_launch_runs_the_ddp_recipe(launch):
     _check(launch(command), stage=0, source="the launcher's command line")
 
 
-@pytest.mark.parametrize("asked", ["0", "1"])
+@pytest.mark.parametrize("asked", [pytest.param("0", marks=pytest.mark.exhaustive), "1"])
 def test_a_stock_fsdp_launch_is_taken_over_where_it_is_asked_for_and_by_our_classes(launch, tmp_path, asked):
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -116,6 +120,7 @@ def test_a_stock_fsdp_launch_is_taken_over_where_it_is_asked_for_and_by_our_clas
     assert output.count("hf_zero: HF_ZERO_ADOPT=1, hf_zero runs this ZeRO stage 2 job itself") == int(asked)
 
 
+@pytest.mark.exhaustive
 def test_opting_out_leaves_accelerate_alone(launch):
     command = (*ACCELERATE, "--config_file", RECIPES / "zero3.yaml", "--num_processes", 2)
     (output,), (status,), found = launch(command, HF_ZERO_LAUNCH_HOOK="0")
@@ -123,11 +128,13 @@ def test_opting_out_leaves_accelerate_alone(launch):
     assert "hf_zero runs this" not in output
 
 
+@pytest.mark.exhaustive
 def test_without_the_hook_multi_gpu_on_the_command_line_is_enough(launch):
     command = (*ACCELERATE, "--config_file", RECIPES / "zero2.yaml", "--multi_gpu", "--num_processes", 2)
     _check(launch(command, HF_ZERO_LAUNCH_HOOK="0"), stage=2, source="the launcher's command line")
 
 
+@pytest.mark.exhaustive
 def test_a_stock_launch_that_would_train_alone_is_an_error(launch, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
@@ -146,6 +153,7 @@ def test_one_process_works(launch):
     assert (statuses, report["world_size"], report["stage"]) == ([0], 1, 1)
 
 
+@pytest.mark.exhaustive
 def test_two_machines_on_one(launch):
     """Two launchers, as on two machines, each with two of the four ranks."""
     with socket.socket() as probe:
@@ -157,6 +165,7 @@ def test_two_machines_on_one(launch):
     _check(launch(*commands, GLOO_SOCKET_IFNAME="lo"), stage=2, ranks=4, source="HF_ZERO_CONFIG")
 
 
+@pytest.mark.exhaustive
 def test_a_failing_rank_fails_the_launch(launch, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.exit(3)\n")

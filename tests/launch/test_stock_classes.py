@@ -100,7 +100,14 @@ print("LEFT", [type(finder).__name__ for finder in sys.meta_path if "hf_zero" in
 """
 
 
-@pytest.mark.parametrize("first", FIRST_LINES)
+# In short the first and the last: those between are half loaded at other places of the same way.
+@pytest.mark.parametrize(
+    "first",
+    [
+        name if name in ("torch", "transformers.trainer") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in FIRST_LINES
+    ],
+)
 def test_whatever_a_script_imports_first(tmp_path, first):
     """Without the module that hf_zero's launcher puts in front, as under torchrun."""
     script = tmp_path / "script.py"
@@ -120,12 +127,18 @@ def test_outside_of_such_runs_nothing_is_touched(tmp_path):
     assert "TRAINER False\nACCELERATOR False\nTOUCHED 0\nLEFT []\n" in output, output
 
 
+NO_RANK = {"LOCAL_RANK": None, "WORLD_SIZE": None}
+
+
 @pytest.mark.parametrize(
-    "stage, variables",
-    [(0, {}), (3, {"LOCAL_RANK": None, "WORLD_SIZE": None})],
-    ids=["plain data parallelism", "no rank"],
+    "stage, variables, switch",
+    [
+        pytest.param(0, {}, "1", id="plain data parallelism"),
+        pytest.param(3, NO_RANK, "1", id="no rank"),
+        pytest.param(0, {}, "0", id="plain data parallelism, off", marks=pytest.mark.exhaustive),
+        pytest.param(3, NO_RANK, "0", id="no rank, off", marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("switch", ["0", "1"])
 def test_where_nothing_is_to_be_sharded_stock_classes_stay_what_they_are(tmp_path, stage, variables, switch):
     script = tmp_path / "script.py"
     script.write_text(f"import accelerate, torch, transformers\n{BOTH}")
