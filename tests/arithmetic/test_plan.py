@@ -16,6 +16,7 @@ from hf_zero.planning.model import BatchShape, PlanError, build, read_config
 from hf_zero.planning.plan import Request, Row, make_plan, recommend
 from hf_zero.planning.trace import Footprint, Scenario, trace
 from tests.support import zoo
+from tests.support.tensor_models import needs_shared_layers
 
 
 PLAIN = "--no-gradient-checkpointing"  # half the rows, where checkpointing plays no part
@@ -75,6 +76,7 @@ def test_state_bytes_follow_the_formulas(folder, capsys):
         assert sum(row["sent"].values()) == row["sent_bytes_per_step"]
 
 
+@needs_shared_layers
 def test_ranks_that_share_layers_or_sequences_are_planned_as_they_are_asked_for(folder, capsys, tmp_path):
     base = (folder, "--gpus", "4", "--seq-len", "64", PLAIN)
     whole = plan_json(capsys, *base)["rows"]
@@ -181,7 +183,6 @@ def test_cpu_ranks_share_this_machines_memory(folder, capsys):
     assert plan_json(capsys, *words, "--gpu-memory", "3GB")["gpu_memory"] == 3 * 10**9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("until_the_end", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_what_it_works_on_is_told(folder, until_the_end):
     request = Request(
@@ -206,12 +207,11 @@ def test_what_it_works_on_is_told(folder, until_the_end):
         make_plan(build(read_config(str(folder))), request, tell)
     assert told[:2] == [("training stage 0 without values", 1, 8), ("training stage 1 without values", 2, 8)]
     assert told[7] == ("training stage 3 with checkpointing without values", 8, 8)
-    tiled = [one for one in told if "tiles" in one[0]]
-    assert tiled[0] == ("nothing fits; training stage 1 in tiles without values",) and told[8] == tiled[0]
-    if not until_the_end:
-        return
-    assert told[8 + len(tiled)] == ("training stage 1 with offload without values", 1, 8)
-    assert told[16 + len(tiled)] == ("nothing fits; training stage 3 on 4 GPUs without values",)
+    assert told[8] == ("nothing fits; training stage 1 in tiles without values",)
+    if until_the_end:
+        tiled = [one for one in told if "tiles" in one[0]]
+        assert told[8 + len(tiled)] == ("training stage 1 with offload without values", 1, 8)
+        assert told[16 + len(tiled)] == ("nothing fits; training stage 3 on 4 GPUs without values",)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.calibrate import calibrate, spread
 from tests.support.machines import plain_machine
+from tests.support.tensor_models import needs_shared_layers
 
 
 STEP = Mark("step")
@@ -380,6 +381,7 @@ def test_weights_inside_nodes_pay_where_the_network_is_slow(model):
     assert by_label["stage 3, the same in 8 bits"].timeline.seconds < (node.timeline.seconds)
 
 
+@needs_shared_layers
 @pytest.mark.slow
 def test_the_fastest_way_takes_as_many_rows_as_fit_and_keeps_the_tokens_of_a_step(model):
     request = _request(accumulation=8, nodes=1, checkpointing=False)
@@ -393,6 +395,7 @@ def test_the_fastest_way_takes_as_many_rows_as_fit_and_keeps_the_tokens_of_a_ste
     assert fastest(model, _request(gpu_memory=resident // 4), plain_machine(), silent) == []
 
 
+@needs_shared_layers
 @pytest.mark.slow
 def test_layers_are_shared_where_gathers_are_slow_and_the_yaml_says_so(model, tmp_path):
     request = _request(nodes=1, checkpointing=False, accumulation=2)

@@ -10,7 +10,7 @@ from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import measure_peak, memory_report
 from tests.integration.test_plan_measured import LENGTH, ROWS, configuration, end_step, near, sharded
 from tests.support.harness import run_ranks
-from tests.support.tensor_models import tensor_mesh
+from tests.support.tensor_models import needs_shared_layers, tensor_mesh
 
 
 def planned(name, stage, world_size=4, log=None, **settings):
@@ -50,6 +50,7 @@ def train(name, stage, width):
     return {"resident": memory_report(model).state_bytes, "peak": peak.value, "sent": sent, "calls": calls}
 
 
+@needs_shared_layers
 @pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("qwen3", 1)])
 def test_two_by_two_ranks_of_tensor_parallelism(name, stage):
     plan = planned(name, stage, tp_size=2)

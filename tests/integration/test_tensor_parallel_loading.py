@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
-from transformers.distributed import tensor_parallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_zero
 from hf_zero.checkpoint.safetensors_file import SlicedFile
@@ -18,10 +18,7 @@ from tests.ranks.test_memory import build as build_large
 from tests.support import sequences, zoo
 from tests.support.harness import run_ranks
 from tests.support.reference import SGD
-from tests.support.tensor_models import whole_weights
-
-
-EXPAND = "_expand_parallel_plan"
+from tests.support.tensor_models import EXPAND, needs_shared_layers, whole_weights
 
 
 def _train(model, config, width, steps=2):
@@ -38,10 +35,14 @@ def _train(model, config, width, steps=2):
 def _from_pretrained(source, target, how):
     config = {"zero_stage": 3}
     if how == "distributed_config":
-        model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(tp_size=2))
+        model = AutoModelForCausalLM.from_pretrained(
+            source, distributed_config=transformers.DistributedConfig(tp_size=2)
+        )
     elif how == "distributed_config under zero_init":
         with hf_zero.zero_init(config):
-            model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(tp_size=2))
+            model = AutoModelForCausalLM.from_pretrained(
+                source, distributed_config=transformers.DistributedConfig(tp_size=2)
+            )
     elif how == "zero_init":
         config["tp_size"] = 2
         with hf_zero.zero_init(config):
@@ -61,6 +62,7 @@ HOWS = [
 ]
 
 
+@needs_shared_layers
 @pytest.mark.parametrize("how", HOWS)
 def test_loaded_models_train_and_are_saved_alike(how, tmp_path, monkeypatch):
     zoo.build("llama_tied").save_pretrained(tmp_path / "stock")
@@ -76,11 +78,12 @@ def test_loaded_models_train_and_are_saved_alike(how, tmp_path, monkeypatch):
 
 
 def _shard_loaded(source):
-    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(tp_size=2))
+    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=transformers.DistributedConfig(tp_size=2))
     with pytest.raises(ZeroConfigError, match="k_proj' of LlamaForCausalLM makes 1 head.*set tp_size to 1, or"):
         hf_zero.shard(model, None, {"zero_stage": 3})
 
 
+@needs_shared_layers
 def test_heads_that_were_cut_while_loading_are_refused(tmp_path, monkeypatch):
     sequences.build(keys=1).save_pretrained(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -112,6 +115,7 @@ def _read_and_keep(source):
     return loaded, kept, whole + parts
 
 
+@needs_shared_layers
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_a_rank_reads_its_part_of_the_files_and_keeps_its_slice(ranks, tmp_path, monkeypatch):
     build_large().save_pretrained(tmp_path / "stock")
@@ -121,14 +125,12 @@ def test_a_rank_reads_its_part_of_the_files_and_keeps_its_slice(ranks, tmp_path,
         check_bytes(kept, part * 2 / ranks, "after preparing")
 
 
-@pytest.mark.parametrize(
-    "where, name",
-    [
-        (tensor_parallel, "apply_tensor_parallelism"),  # 5.3 has none
-        (next(cls for cls in PreTrainedModel.__mro__ if EXPAND in vars(cls)), EXPAND),  # nor has 5.21 this one
-    ],
-)
-def test_releases_that_share_out_otherwise_are_refused(where, name, monkeypatch):
-    monkeypatch.delattr(where, name)
+@pytest.mark.parametrize("name", ["apply_tensor_parallelism", EXPAND])  # 5.3 has neither, and 5.21 the first
+def test_releases_that_share_out_otherwise_are_refused(name, monkeypatch):
+    if hasattr(PreTrainedModel, EXPAND):
+        from transformers.distributed import tensor_parallel
+
+        model_class = next(cls for cls in PreTrainedModel.__mro__ if EXPAND in vars(cls))
+        monkeypatch.delattr(model_class if name == EXPAND else tensor_parallel, name)
     with pytest.raises(ZeroConfigError, match=r"\(5.23 does\), and this is \d.*: update it, or remove tp_size"):
         share_out(zoo.build("llama"), None)

@@ -10,6 +10,7 @@ from hf_zero.errors import ZeroConfigError
 from tests.support import sequences
 from tests.support.harness import distributed, run_ranks
 from tests.support.reference import SGD
+from tests.support.tensor_models import needs_shared_layers
 from tests.support.trainers import compare_logs, compare_weights, make_trainer, saved_weights, without_times
 
 
@@ -40,6 +41,7 @@ def _train(folder, stage, resume=None, width=1, **arguments):
     return without_times(trainer.state.log_history), saved_weights(trainer, folder / "saved")
 
 
+@needs_shared_layers
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_trainer_gives_the_numbers_of_data_parallel_ranks(stage, tmp_path):
     whole = run_ranks(_train, tmp_path / "whole", None, world_size=2)[0]
@@ -48,6 +50,7 @@ def test_trainer_gives_the_numbers_of_data_parallel_ranks(stage, tmp_path):
         compare_weights(found[1], whole[1], f"stage {stage}", tolerance=1e-5)
 
 
+@needs_shared_layers
 def test_a_trainers_checkpoint_goes_on_with_and_without_shared_layers(tmp_path):
     steps = {"save_strategy": "steps", "save_steps": 2}
     whole = run_ranks(_train, tmp_path / "ours", 3, zero_tp_size=2, world_size=4, **steps)[0]
@@ -83,6 +86,7 @@ def _loop(config, parallelism, optimizer_first):
     return losses, state
 
 
+@needs_shared_layers
 @pytest.mark.parametrize("optimizer_first", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_loop_of_accelerate_gives_the_numbers_of_data_parallel_ranks(optimizer_first):
     whole = run_ranks(_loop, {"zero_stage": 2}, None, False, world_size=2)[0]
