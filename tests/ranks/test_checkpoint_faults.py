@@ -87,7 +87,7 @@ def _points(folder, asynchronous, number, seed):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_is_killed_while_saving(tmp_path, asynchronous):
-    for number, (rank, call) in enumerate(_points(tmp_path / "whole", asynchronous, 4, seed=1)):
+    for number, (rank, call) in enumerate(_points(tmp_path / "whole", asynchronous, 4, seed=1)[:2]):
         (tmp_path / str(number)).mkdir()
         _kill_and_resume(tmp_path / str(number), asynchronous, rank, call)
 

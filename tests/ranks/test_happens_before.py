@@ -148,13 +148,17 @@ def _cases():
 
 
 def _sample():
-    """Every network at stage 3, and some for each variant and stage."""
+    """Every network at stage 3, and for each variant one case at stage 3 and one at another stage."""
     cases = list(_cases())
     draw = random.Random(12)
     chosen = {case for case in cases if case[1:] == ("plain", 3)}
-    for variant, stage in itertools.product(VARIANTS, STAGES):
-        fitting = [case for case in cases if case[1:] == (variant, stage)]
-        chosen |= set(draw.sample(fitting, min(len(fitting), 2 if stage == 3 else 1)))
+    for number, variant in enumerate(VARIANTS):
+        found = {}
+        for stage in STAGES:
+            fitting = [case for case in cases if case[1:] == (variant, stage)]
+            found[stage] = draw.sample(fitting, min(len(fitting), 2 if stage == 3 else 1))
+        lower = [case for stage in STAGES[:3] for case in found[stage]]
+        chosen |= {*found[3][:1], lower[number % len(lower)]}
     return sorted(chosen)
 
 
