@@ -8,6 +8,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
@@ -25,8 +26,8 @@ from hf_zero.errors import ZeroRuntimeError
 
 
 _LARGE, _TOKENS, _WIDTH = 512, 128, 768  # of products of matrices: large ones, and those of a short batch
-_UNCACHED = 1 << 23  # elements of tensors that no cache holds
-_ACTIVATIONS = 32  # pairs of tensors that operations take in turn
+_UNCACHED = 1 << 25  # elements of tensors that no cache holds
+_ACTIVATIONS, _WEIGHTS = 128, 32  # pairs of tensors, and weights, that operations take in turn
 _ACTIVATION_BYTES = 16 << 20  # operations on fewer bytes are those on activations
 _SMALL, _BIG = 1 << 14, 1 << 22  # elements of each rank's message
 _ATTENTION_PASSES = 3.5  # products of forward and backward over those of forward, as the planner counts them
@@ -146,27 +147,24 @@ def _products() -> Figures:
     found: Figures = {"flops": {}, "small_share": {}, "attention_share": {}}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         found["flops"][name] = _layer_products(_LARGE, _LARGE, dtype)
-        found["small_share"][name] = _layer_products(_TOKENS, _WIDTH, dtype)
+        found["small_share"][name] = _layer_products(_TOKENS, _WIDTH, dtype, _WEIGHTS)
         found["attention_share"][name] = _attention(dtype)
     return found
 
 
-def _layer_products(tokens: int, width: int, dtype: torch.dtype) -> float:
-    """FLOP/s of a linear layer's three products: forward, and the gradients of input and weight."""
-    x, gradient = (torch.randn(tokens, width, dtype=dtype) for _ in range(2))
-    weight = torch.randn(width, width, dtype=dtype)
-    products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return len(products) * 2 * tokens * width**2 / sum(map(_seconds, products))
+def _layer_products(tokens: int, width: int, dtype: torch.dtype, layers: int = 1) -> float:
+    """FLOP/s of linear layers' three products: forward, and the gradients of input and weight. See [Note: warm]."""
+    ring = [(torch.randn(tokens, width, dtype=dtype), torch.randn(width, width, dtype=dtype)) for _ in range(layers)]
+    products = (lambda x, weight: x @ weight.t(), lambda x, weight: x @ weight, lambda x, weight: x.t() @ x)
+    return layers * len(products) * 2 * tokens * width**2 / sum(_over(ring, product) for product in products)
 
 
 def _attention(dtype: torch.dtype) -> float:
     """FLOP/s of causal attention, which makes half of two products, forward and backward."""
-    heads = torch.randn(1, 8, _TOKENS, 64, dtype=dtype, requires_grad=True)
-
-    def attend() -> None:
-        nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-
-    return 2 * 8 * _TOKENS**2 * 64 * _ATTENTION_PASSES / _seconds(attend)
+    ring = [torch.randn(1, 8, _TOKENS, 64, dtype=dtype, requires_grad=True) for _ in range(_WEIGHTS)]
+    attend = nn.functional.scaled_dot_product_attention
+    seconds = _seconds(lambda: torch.stack([attend(x, x, x, is_causal=True).sum() for x in ring]).sum().backward())
+    return len(ring) * 2 * 8 * _TOKENS**2 * 64 * _ATTENTION_PASSES / seconds
 
 
 def _memory() -> float:
@@ -203,8 +201,9 @@ _CALLS: dict[str, tuple[Callable[[Tensor, Tensor], object], float]] = {
 def _operations() -> dict[str, float]:
     """Bytes/s of operations by ATen's name: what is read and written over the time.
 
-    [Note: warm] A network's operations find little of what they read in the nearest caches, and write to memory that
-    something else had before. One tensor that is read again and again is several times faster.
+    [Note: warm] A network's operations find little of what they read in the nearest caches, or its pages in those of
+    the memory's addresses, and write to memory that something else had before. One tensor that is read again and again
+    is several times faster, and products of one weight are by a third.
     """
     found = {}
     for suffix, dtype in (("", torch.float32), (" bf16", torch.bfloat16)):
@@ -230,8 +229,9 @@ def _operations() -> dict[str, float]:
 
 
 def _over(ring: list[tuple[Tensor, Tensor]], call: Callable[[Tensor, Tensor], object]) -> float:
-    """Seconds of a call for every pair, whose results stay until the last one, as a forward pass keeps them."""
-    return _seconds(lambda: [call(x, other) for x, other in ring], least=0.02)
+    """Seconds of a call for every pair. Each result stays for one round, so that no memory goes back to the system."""
+    kept: deque[object] = deque(maxlen=len(ring))
+    return _seconds(lambda: kept.extend(call(x, other) for x, other in ring), least=0.02)
 
 
 def _nll_backward(x: Tensor, labels: Tensor, one: Tensor) -> Tensor:
