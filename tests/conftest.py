@@ -42,10 +42,10 @@ def pytest_collection_modifyitems(items):
 
 
 def _values_of(item):
-    """The row of each list of parameters that a test has."""
-    found = {}
+    """The row of each list of parameters that a test has; those of a fixture are a list of their own."""
+    params, found = dict(item.callspec.params), {}
     for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        found[tuple(names)] = repr([item.callspec.params[name] for name in names])
-    return found
+        found[tuple(names)] = repr([params.pop(name) for name in names])
+    return found | {name: repr(value) for name, value in params.items()}
