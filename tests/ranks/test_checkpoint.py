@@ -51,12 +51,18 @@ def train(folder, stage, batch, steps=6, resume=None, **arguments):
     return losses if resume is None else {step: loss for step, loss in losses.items() if step > 3}
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A whole run of two ranks at stage 3, and its losses."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(train, str(folder), 3, 4, world_size=2)[0]
+
+
 @pytest.mark.parametrize("target, ranks", [(3, 2), (2, 2), (0, 2), (3, 1), (1, 4), (3, 4)])
-def test_resume_at_another_stage_and_world_size(tmp_path, target, ranks):
-    whole = run_ranks(train, str(tmp_path / "run"), 3, 4, world_size=2)[0]
-    resumed = run_ranks(
-        train, str(tmp_path / "again"), target, 8 // ranks, resume=str(tmp_path / "run/checkpoint-3"), world_size=ranks
-    )[0]
+def test_resume_at_another_stage_and_world_size(tmp_path, run, target, ranks):
+    folder, whole = run
+    resume = str(folder / "checkpoint-3")
+    resumed = run_ranks(train, str(tmp_path), target, 8 // ranks, resume=resume, world_size=ranks)[0]
     assert sorted(resumed) == [4, 5, 6]
     for step, loss in resumed.items():
         assert abs(loss - whole[step]) <= (0 if (target, ranks) == (3, 2) else 1e-6), (step, loss, whole[step])

@@ -25,16 +25,12 @@ def _check(name, optimizer, plan):
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(accumulation=3, ragged=True)], ids=["plain", "accumulation, ragged end"]
+)
 @distributed(world_size=2)
-def test_two_ranks(name, optimizer):
-    _check(name, optimizer, Plan())
-
-
-@pytest.mark.parametrize("name", zoo.NAMES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@distributed(world_size=2)
-def test_two_ranks_with_accumulation_and_a_ragged_end(name, optimizer):
-    _check(name, optimizer, Plan(accumulation=3, ragged=True))
+def test_two_ranks(name, optimizer, plan):
+    _check(name, optimizer, plan)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "mixtral", "t5", "whisper", "llava"])

@@ -198,11 +198,25 @@ def _trees(draw):
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(_trees())
-def test_random_trees_train_as_without_hf_zero(tree):
+def _check(tree):
     try:
         run_ranks(_train, tree, world_size=2)
     except pytest.fail.Exception as failure:
         # An ordinary error, so that hypothesis looks for the smallest tree and prints it.
         raise AssertionError(str(failure)) from None
+
+
+_SETTINGS = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@_SETTINGS(max_examples=12)
+@given(_trees())
+def test_random_trees_train_as_without_hf_zero(tree):
+    _check(tree)
+
+
+@pytest.mark.exhaustive
+@_SETTINGS(max_examples=200)
+@given(_trees())
+def test_many_random_trees_train_as_without_hf_zero(tree):
+    _check(tree)
