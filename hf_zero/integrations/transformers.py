@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from hf_zero.launcher.environment import has_accelerator, prepare_rank_environme
 
 
 logger = logging.getLogger(__name__)
+_read: weakref.ref | None = None  # the arguments of the newest trainer that is hf_zero's
 
 
 def _given(option: str) -> Any:
@@ -84,8 +86,14 @@ class ZeroArgumentsMixin:
 
     @property
     def place_model_on_device(self) -> bool:
-        # The engine places what each rank owns; the whole model may not fit.
-        return False
+        # What every Trainer asks when it is made, right after its accelerator, and nobody else does.
+        if _read is None or _read() is not self:
+            raise ZeroConfigError(
+                f"{type(self).__name__} was given to a Trainer that is not hf_zero's, which would shard nothing: use "
+                "hf_zero.ZeroTrainer (hf_zero.ZeroTrainerMixin in front of another class of trainers), or start the "
+                "script by `hf-zero launch`, in whose ranks trainers become hf_zero's"
+            )
+        return False  # the engine places what each rank owns; the whole model may not fit
 
 
 @contextlib.contextmanager
@@ -156,6 +164,8 @@ class ZeroTrainerMixin(ZeroReportMixin, TensorTrainerMixin, SequenceTrainerMixin
         # accelerate keeps its state process-wide, so a second Accelerator with the same arguments is the same one.
         self.accelerator = ZeroAccelerator(**self._accelerator_args, zero_plugin=resolved_plugin(self.args))
         self.accelerator.reads_sections = True
+        global _read
+        _read = weakref.ref(self.args)
         # The Trainer divides losses itself. Before 5.8 it told accelerate to divide them as well.
         self.accelerator.gradient_accumulation_steps = 1
         old = self.gather_function

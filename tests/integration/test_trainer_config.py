@@ -126,6 +126,18 @@ def test_two_files_are_one_too_many(tmp_path):
         hf_zero.ZeroTrainingArguments(output_dir=str(tmp_path), deepspeed={}, zero_config={"zero_stage": 1})
 
 
+@distributed(world_size=1)
+def test_a_trainer_that_shards_nothing_does_not_take_our_arguments(tmp_path):
+    import transformers
+
+    import hf_zero
+
+    trainer = make(str(tmp_path), {"zero_stage": 3})  # that one was made before is no excuse
+    args = hf_zero.ZeroTrainingArguments(output_dir=str(tmp_path), zero_stage=3)
+    with pytest.raises(ZeroConfigError, match=r"not hf_zero's, .* shard nothing: use hf_zero.ZeroTrainer"):
+        transformers.Trainer(model=trainer.model, args=args)
+
+
 def losses(folder, class_name, arguments, examples=48):
     trainer = make(folder, arguments, class_name, examples)
     trainer.train()
