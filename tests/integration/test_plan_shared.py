@@ -9,8 +9,16 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core.engine import engine_of
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
-from hf_zero.tools.memory import measure_peak, memory_report
-from tests.integration.test_plan_measured import LENGTH, ROWS, configuration, end_step, near, sharded
+from tests.integration.test_plan_measured import (
+    LENGTH,
+    ROWS,
+    agree,
+    configuration,
+    end_step,
+    near,
+    sharded,
+    third_step,
+)
 from tests.support.harness import run_ranks
 from tests.support.tensor_models import needs_shared_layers, tensor_mesh
 from tests.support.trainers import forget_accelerate
@@ -43,14 +51,10 @@ def train(name, stage, width):
         engine.clip_grad_norm_(1.0)
         end_step(engine, optimizer)
 
-    for _ in range(2):
-        step()
-    engine.comm.traffic.clear()
-    with CommDebugMode() as layers, measure_peak(model) as peak:
-        step()
+    layers = CommDebugMode()
+    found = third_step(model, engine, step, beside=layers)
     calls = sum(count for kind, count in layers.get_comm_counts().items() if "functional" in str(kind))
-    sent = dict(engine.comm.traffic.bytes_sent)
-    return {"resident": memory_report(model).state_bytes, "peak": peak.value, "sent": sent, "calls": calls}
+    return {**found, "calls": calls}
 
 
 @needs_shared_layers
@@ -58,11 +62,7 @@ def train(name, stage, width):
 def test_two_by_two_ranks_of_tensor_parallelism(name, stage):
     plan = planned(name, stage, tp_size=2)
     for found in run_ranks(train, name, stage, 2, world_size=4)[:1]:
-        near(found["resident"], plan.resident_bytes, 0.01, "at rest")
-        near(found["peak"], plan.peak_bytes, 0.10, "peak")
-        others = ("scalars", "tensor parallelism")
-        sent = {kind: count for kind, count in found["sent"].items() if kind not in others}
-        assert sent == {kind: count for kind, count in plan.sent.items() if kind not in others}
+        agree(found, plan, "tensor parallelism")
         assert found["calls"] == plan.calls["tensor parallelism"]
 
 
@@ -84,24 +84,12 @@ def train_sequences(name, stage, size):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         end_step(engine, optimizer)
 
-    for _ in range(2):
-        step()
-    engine.comm.traffic.clear()
-    with measure_peak(model) as peak:
-        step()
-    sent = dict(engine.comm.traffic.bytes_sent)
-    return {"resident": memory_report(model).state_bytes, "peak": peak.value, "sent": sent}
+    return third_step(model, engine, step)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("qwen3", 1)])
 def test_two_by_two_ranks_that_share_sequences(name, stage):
     plan = planned(name, stage, sp_size=2)
     for found in run_ranks(train_sequences, name, stage, 2, world_size=4)[:1]:
-        near(found["resident"], plan.resident_bytes, 0.01, "at rest")
-        near(found["peak"], plan.peak_bytes, 0.10, "peak")
-        sent, exchanged = found["sent"], found["sent"].pop("hand_over")
-        near(exchanged, plan.sent["sequences"], 0.001, "exchanged")  # 16 bytes more are planned
-        others = ("scalars", "sequences")
-        assert {kind: sent[kind] for kind in sent if kind not in others} == {
-            kind: count for kind, count in plan.sent.items() if kind not in others
-        }
+        agree(found, plan, "sequences", "hand_over")
+        near(found["sent"]["hand_over"], plan.sent["sequences"], 0.001, "exchanged")  # 16 bytes more are planned
