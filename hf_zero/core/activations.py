@@ -165,6 +165,7 @@ def _can_rest(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.is_floating_point()
+        and tensor.numel() > 0
         and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     )
 

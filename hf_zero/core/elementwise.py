@@ -182,8 +182,11 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def _made_with(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+def _made_with(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor) -> dict[str, object]:
     """What an optimizer has noted for a parameter when it was made, before any step (APOLLO: a seed)."""
+    if isinstance(optimizer, torch.optim.Adagrad):  # with torch 2.10 its step makes no state
+        total = torch.full_like(like, options["initial_accumulator_value"])
+        return {"step": torch.zeros((), device=like.device), "sum": total}
     first: dict[str, object] = next(iter(optimizer.state.values()), {})
     has_stepped = "step" in first or any(isinstance(value, Tensor) for value in first.values())
     return {} if has_stepped else dict(first)
@@ -195,7 +198,7 @@ def _twin_for(
     """A twin of `optimizer` that has not stepped, and its parameters."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin: Any = twin_of(optimizer, optimizer.__dict__)
-    twin.state = defaultdict(dict, {param: _made_with(optimizer) for param in params})
+    twin.state = defaultdict(dict, {param: _made_with(optimizer, options, param.detach()) for param in params})
     lr = options.get("lr")  # torchao's optimizers insist on a tensor
     rate = torch.full_like(lr, 0.01) if isinstance(lr, Tensor) else 0.01
     twin.param_groups = [{**options, "params": params, "lr": rate}]

@@ -82,7 +82,7 @@ class ZeroEngine:
         )
         self._stepper = Stepper(self.device, self.homes.step_place)
         self._model = weakref.ref(model)
-        weakref.finalize(self, self.homes.close)
+        weakref.finalize(self, self.homes.close_apart).atexit = False
         builder = build.UnitBuilder(
             config=config,
             mesh=self.mesh,

@@ -14,13 +14,13 @@ from hf_zero.comm.communicator import Communicator
 
 # torch's fp32 norm of a long vector on CPU adds into too few accumulators: 6e-4 off at 16M elements (measured). Norms
 # of short rows, added up in fp64, are exact to 1e-9 and as fast.
-_ROW = 1024
+ROW = 1024
 
 
 def _squares_of_rows(flat: Tensor) -> Tensor:
     """The sum of squares of every row of a flat gradient, in fp64."""
-    rows = flat.numel() // _ROW
-    head, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
+    rows = flat.numel() // ROW
+    head, rest = flat[: rows * ROW].view(rows, ROW), flat[rows * ROW :]
     squares = torch.linalg.vector_norm(head, dim=1).double().square()
     # Of nothing there is no row. The operations are the same at any length.
     return torch.cat([squares, rest.double().square().sum().view(1)[: min(1, rest.numel())]])

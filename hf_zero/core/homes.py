@@ -9,6 +9,7 @@ forgetting to open shows.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import os
@@ -26,17 +27,16 @@ from hf_zero.core.courier import AtOnce, BufferedCourier, Courier, CudaLanes
 from hf_zero.core.direct_file import DirectFile
 from hf_zero.core.disk_failures import DiskFailures, raise_anywhere
 from hf_zero.core.disk_home import DiskHome
+from hf_zero.core.grad_norm import ROW
 from hf_zero.core.placement import Place
 from hf_zero.core.step_place import StepPlace, measure
 from hf_zero.errors import ZeroRuntimeError
 
 
-# The most elements on one shelf away from the device: what an optimizer steps, and a disk moves, at one time. A
-# multiple of `_CUT`, and large enough that steps and transfers cost nothing beside their work.
+# The most elements on one shelf away from the device: what an optimizer steps, and a disk moves, at one time; so many
+# that steps and transfers cost nothing beside their work. Shelves begin at multiples of `ROW` of what is cut, so that
+# vector instructions and the rows of the gradient norm fall as they would without a cut.
 SHELF_ELEMENTS = 4 << 20
-# Shelves begin at multiples of so many elements of what is cut, so that vector instructions and the rows of the
-# gradient norm fall as they would without a cut.
-_CUT = 1024
 # Fewer elements than these are not worth a way to the disk: a request would carry less than 256 KiB.
 LEAST_ON_DISK = 1 << 16
 _HOST = torch.device("cpu")
@@ -138,7 +138,7 @@ class MemoryHome:
 
 def shelf_limit(elements: int) -> int:
     """The most elements of a shelf where no more than about `elements` are wanted."""
-    return min(SHELF_ELEMENTS, -(-elements // _CUT) * _CUT)
+    return min(SHELF_ELEMENTS, -(-elements // ROW) * ROW)
 
 
 class _MemoryShelf:
@@ -198,8 +198,8 @@ class Assignment:
                 self._first[0] = count - numel, home
                 return numel, home
             del self._first[0]
-            if count >= _CUT:
-                return count // _CUT * _CUT, home
+            if count >= ROW:
+                return count // ROW * ROW, home
         return numel, self._home
 
 
@@ -278,7 +278,7 @@ class Homes:
 
     def masters(self, total: int | None = None) -> Assignment:
         """The homes of this rank's masters of `total` elements, in the order of units; None: none stays near."""
-        near = 0 if total is None else round((1 - self.ratio) * total / _CUT) * _CUT
+        near = 0 if total is None else round((1 - self.ratio) * total / ROW) * ROW
         return Assignment([(near, self.device), (self.optimizer_in_host, self.host)], self.optimizer, self.host)
 
     def matrix(self, numel: int) -> Home:
@@ -292,8 +292,7 @@ class Homes:
     # Asked again and again in a step, and always answered alike.
     @functools.cached_property
     def _all(self) -> set[Home]:
-        homes = (self.device, self.optimizer, self.parameters, self.host, self.activations)
-        return {home for home in homes if home is not None}
+        return {self.device, self.optimizer, self.parameters, self.host, self.activations or self.device}
 
     @property
     def files(self) -> set[DirectFile]:
@@ -307,8 +306,7 @@ class Homes:
     @property
     def buffer_bytes(self) -> int:
         """Host memory for what is open, read ahead or being written, or on its way between host and device."""
-        open_ones = sum(home.held().get(Place.HOST, 0) for home in self._all)
-        return open_ones + sum(courier.nbytes for courier in self.couriers)
+        return sum(home.held().get(Place.HOST, 0) for home in self._all) + sum(one.nbytes for one in self.couriers)
 
     def choose_step_place(self, comm: Communicator) -> None:
         """Settle where masters are stepped that are beside the device; a collective if that is to be measured."""
@@ -356,6 +354,10 @@ class Homes:
         if together:
             self.failures.end_pass(comm, self.device.device)
         self.failures.leave_pass()
+
+    def close_apart(self) -> None:
+        """Close in a thread: the garbage collector comes inside of anything, also a lock that ends of threads need."""
+        _thread.start_new_thread(self.close, ())
 
     def close(self) -> None:
         for home in self._all:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_zero.comm import dtensors
 from hf_zero.comm.local_part import LocalPart
 from hf_zero.comm.mesh import Mesh
+from hf_zero.core.grad_norm import ROW
 from hf_zero.core.gradient_shard import GradientShard
 
 
@@ -44,11 +45,14 @@ class TensorParts:
             self._mesh.tensor.broadcast_all(whole)
 
     def counted(self, shard: GradientShard) -> Iterator[Tensor]:
-        """What of a shard's gradient this rank counts in a sum over all ranks: nothing is counted twice."""
+        """What of a shard's gradient this rank counts in a sum over all ranks: nothing is counted twice.
+
+        It is cut where rows of the norm begin in the shard, so that they are the same however masters are cut.
+        """
         grad = shard.weight.grad
         if grad is not None and self._all_count:
             yield grad
         elif grad is not None:
             for span in shard.spans():
                 if self._parts[span.index].first:
-                    yield grad[span.offset : span.offset + span.numel]
+                    yield from grad[span.offset : span.offset + span.numel].tensor_split([-span.offset % ROW])
