@@ -38,6 +38,10 @@ class ZeroCheckpointError(ZeroError, ValueError):
     """A checkpoint that is incomplete, damaged or does not match the model."""
 
 
+class ZeroDamageError(ZeroCheckpointError):
+    """A file of a checkpoint that cannot be read, or holds other bytes than were saved."""
+
+
 class ZeroAccessError(ZeroError, RuntimeError):
     """A sharded parameter or gradient was read where that is forbidden, or changed where that has no effect."""
 

@@ -12,13 +12,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hf_zero.checkpoint.checksum import Checksums
 from hf_zero.checkpoint.safetensors_file import SlicedFile
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, ZeroDamageError
 
 
 MARKER = "COMMIT"
@@ -169,11 +169,7 @@ def checksums(folder: Path) -> Checksums | None:
 
     Raises ZeroCheckpointError where the marker is damaged.
     """
-    return _sums_of(folder) if is_committed(folder) else None
-
-
-def _sums_of(folder: Path) -> Checksums:
-    return Checksums(wide=_read_marker(folder).version == 1)
+    return Checksums(wide=_read_marker(folder).version == 1) if is_committed(folder) else None
 
 
 def _is_sound(name: str, described: dict) -> bool:
@@ -199,11 +195,8 @@ def check_files(folder: Path) -> None:
             raise ZeroCheckpointError(f"{path} is missing from a committed checkpoint")
         if path.stat().st_size != described["size"]:
             raise ZeroCheckpointError(f"{path} has {path.stat().st_size:,} bytes, {described['size']:,} were saved")
-        if "sha256" in described:
-            intact = _hash(path.read_bytes()) == described["sha256"]
-        else:
-            intact = _hash(SlicedFile.open(path).header) == described["header_sha256"]
-        if not intact:
+        data = path.read_bytes() if "sha256" in described else SlicedFile.open(path).header
+        if _hash(data) != described.get("sha256", described.get("header_sha256")):
             raise ZeroCheckpointError(f"{path} is damaged: it has other bytes than were saved")
 
 
@@ -214,20 +207,24 @@ def check_complete(folder: Path) -> None:
     check_files(folder)
 
 
-def check_tensors(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does."""
-    for name, described in sorted(_read_marker(folder).files.items()):
-        if "tensors" in described:
-            found = _sums_of(folder)
+def check_tensors(folder: Path, share: int = 0, shares: int = 1, but: Container[str] = ()) -> None:
+    """Read every `shares`-th tensor of a committed folder and compare it; raises as `compare_sums` does.
+
+    Those in the files `but` are left out.
+    """
+    marker = _read_marker(folder)
+    for name, described in sorted(marker.files.items()):
+        if "tensors" in described and name not in but:
+            found = Checksums(wide=marker.version == 1)
             names = sorted(described["tensors"])[share::shares]
             SlicedFile.open(folder / name).sum_up(folder / name, names, found)
             compare_sums(folder, name, found)
 
 
 def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
-    """Raise ZeroCheckpointError where a tensor is not the one that was saved; it names the file and the tensor.
+    """Raise ZeroDamageError where a tensor is not the one that was saved; it names the file and the tensor.
 
-    Of a folder without a marker nothing is known.
+    Of a folder without a marker nothing is known. Raises ZeroCheckpointError where the marker lacks file or tensor.
     """
     if not is_committed(folder):
         return
@@ -241,9 +238,7 @@ def compare_sums(folder: Path, file: str, found: Mapping[str, int]) -> None:
         if tensor not in wanted:
             raise ZeroCheckpointError(f"{folder / MARKER} is damaged: it has no checksum of '{tensor}' in {file}")
         if value != int(wanted[tensor], 16):
-            raise ZeroCheckpointError(
-                f"{folder / file} is damaged: tensor '{tensor}' has other values than were saved"
-            )
+            raise ZeroDamageError(f"{folder / file} is damaged: tensor '{tensor}' has other values than were saved")
 
 
 def step_folder(run_folder: Path, step: int) -> Path:

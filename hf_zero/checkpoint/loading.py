@@ -62,12 +62,14 @@ def load_weights(
     comm: Communicator,
     wanted: Callable[[str], bool] = lambda name: True,
     plan: SavePlan | None = None,
+    rest: bool = False,
 ) -> None:
     """Fill weights and module buffers from a saved folder or file; call it on all ranks, with the units resting.
 
     `wanted(name)` chooses by names of the state dict; `plan` is the one that the files were written by, if not the
-    model's own. Raises ZeroCheckpointError, on all ranks, where a tensor is
-    missing, has another shape, or is not what was saved.
+    model's own. With `rest`, tensors that are not wanted are compared, too, each by one rank. Raises
+    ZeroCheckpointError, on all ranks, where a tensor is missing or has another shape, and ZeroDamageError where it is
+    not what was saved.
     """
     folder, plan = Path(folder), plan or _plan(model)
     home = folder.parent if folder.is_file() else folder
@@ -86,6 +88,9 @@ def load_weights(
                 which = (model, plan, comm, names, inside, counted)
                 parts, coming = _parts(*which), _parts(*which, closed=True)
                 layouts[file].read(home / file, parts, found if counted else None, coming)
+            if rest and found is not None:
+                others = inside - {tensor for tensor, origin in plan.origins.items() if origin.names & names}
+                layouts[file].sum_up(home / file, sorted(others)[comm.rank :: comm.world_size], found)
         sums.update(found or {})
 
     on_all_ranks(comm, read)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.checksum import Checksums, memory_of
 from hf_zero.core.direct_file import allocate_blocks, read_all
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, ZeroDamageError
 
 
 # The dtype names of the safetensors format, in the order in which its library lays tensors out.
@@ -146,7 +146,8 @@ class SlicedFile:
         """Fill each part's contiguous tensor with the values of `name` from element `start` on (no collective).
 
         With `sums`, what is read is added to them. `coming` are the same parts, of which only shapes matter: what
-        comes next is fetched from the disk meanwhile. Raises ZeroCheckpointError where the file ends early.
+        comes next is fetched from the disk meanwhile. Raises ZeroDamageError where the file ends early or cannot be
+        read.
         """
         buffer = Buffer()
         with _opened(path) as descriptor:
@@ -226,6 +227,8 @@ def _opened(path: str | os.PathLike) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor
+    except OSError as error:
+        raise ZeroDamageError(f"{path} cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -233,4 +236,4 @@ def _opened(path: str | os.PathLike) -> Iterator[int]:
 def _read_values(descriptor: int, values: Tensor, position: int) -> None:
     missing = read_all(descriptor, memory_of(values), position)
     if missing:
-        raise ZeroCheckpointError(f"file ends {missing} bytes early")
+        raise ZeroDamageError(f"file ends {missing} bytes early")

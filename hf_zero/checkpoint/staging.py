@@ -21,7 +21,7 @@ from hf_zero.checkpoint.checksum import combine
 from hf_zero.checkpoint.safetensors_file import BUFFER_BYTES, Part, SlicedFile
 from hf_zero.checkpoint.slice_writer import SliceWriter
 from hf_zero.comm.communicator import Communicator
-from hf_zero.errors import ZeroCheckpointError, ZeroError
+from hf_zero.errors import ZeroCheckpointError, ZeroDamageError, ZeroError
 
 
 Computed = Callable[[], Iterable[Part]]
@@ -41,17 +41,21 @@ _TEMPORARY = ".tmp"
 
 
 def on_all_ranks(comm: Communicator, action: Callable[[], object]) -> None:
-    """Run `action` on every rank; when it fails on one, raise ZeroCheckpointError on all of them. A collective."""
+    """Run `action` on every rank; when it fails on one, raise ZeroCheckpointError on all of them. A collective.
+
+    It is a ZeroDamageError on all ranks where it is one on any of them.
+    """
     error = None
     try:
         action()
     except Exception as caught:  # whatever it is, the others wait for this rank
         error = caught
-    told = comm.all_gather_object(None if error is None else _describe(error))
-    failures = [(rank, text) for rank, text in enumerate(told) if text is not None]
+    kind = ZeroDamageError if isinstance(error, ZeroDamageError) else ZeroCheckpointError
+    told = comm.all_gather_object(None if error is None else (kind, comm.rank, _describe(error)))
+    failures = sorted(filter(None, told), key=lambda failure: failure[0] is not ZeroDamageError)
     if failures:
-        rank, text = failures[0]
-        raise ZeroCheckpointError(f"rank {rank} of {comm.world_size} failed: {text}") from error
+        kind, rank, text = failures[0]
+        raise kind(f"rank {rank} of {comm.world_size} failed: {text}") from error
 
 
 def _describe(error: Exception) -> str:

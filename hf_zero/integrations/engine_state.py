@@ -44,10 +44,26 @@ def load_engine(engine: ZeroEngine, folder: str | Path, name: str = training_sta
     return missing
 
 
+def forget_states(engine: ZeroEngine) -> None:
+    """Have optimizers keep nothing but their options, as before the first step; a collective."""
+    members = training_state.members_of(engine.buffers, engine.bindings)
+    for binding, groups in zip(engine.bindings, members, strict=True):
+        named = [{"params": names} for names in groups]
+        engine.load_optimizer_state(binding.optimizer, {"state": {}, "param_groups": named})
+
+
 def load_rest(
-    engine: ZeroEngine, model: nn.Module, folder: str | Path, missing: set[str], plan: SavePlan | None = None
+    engine: ZeroEngine,
+    model: nn.Module,
+    folder: str | Path,
+    missing: set[str],
+    plan: SavePlan | None = None,
+    verify: bool = False,
 ) -> None:
-    """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters."""
+    """Read from the model's files what the training state lacks: frozen weights, buffers, `missing` masters.
+
+    With `verify`, everything else in them is read to be compared.
+    """
     mastered = {
         id(param)
         for buffer in engine.buffers
@@ -56,7 +72,7 @@ def load_rest(
         if name not in missing
     }
     logical = logical_state(model)
-    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered, plan)
+    loading.load_weights(model, folder, engine.comm, lambda name: id(logical[name]) not in mastered, plan, verify)
     engine.after_load()
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from hf_zero.checkpoint.building import built_aside
 from hf_zero.checkpoint.model_folder import SavedFolder, save_folder
 from hf_zero.checkpoint.staging import on_all_ranks
 from hf_zero.comm.communicator import Communicator
-from hf_zero.core.engine import engine_of
+from hf_zero.core.engine import ZeroEngine, engine_of
 from hf_zero.core.unit import gathered_parameters
-from hf_zero.errors import ZeroCheckpointError
+from hf_zero.errors import ZeroCheckpointError, ZeroDamageError
 from hf_zero.integrations import engine_state, stock_checkpoints
 
 
@@ -34,6 +35,7 @@ class ZeroCheckpointMixin:
 
     _saved: SavedFolder | None = None  # of the checkpoint that is being written
     _job: SaveJob | None = None  # what writes it
+    _damaged: dict[Path, str] | None = None  # what proved so as it was loaded, where the newest checkpoint is searched
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -123,12 +125,9 @@ class ZeroCheckpointMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; `True` resumes from the newest checkpoint that is complete and undamaged."""
         self.accelerator.saves.wait()
+        self._damaged = {} if resume_from_checkpoint is True else None
         if resume_from_checkpoint is True:
-            # A node that has files of its own reads all of them.
-            nodes = (self.args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            share = nodes if self.args.save_on_each_node else None
-            folder = newest_committed(Path(self.args.output_dir), self.args.should_save, share)
-            resume_from_checkpoint = str(folder)
+            resume_from_checkpoint = self._newest()
         elif isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
             folder = Path(resume_from_checkpoint)
@@ -141,6 +140,30 @@ class ZeroCheckpointMixin:
         self.accelerator.saves.wait()
         return output
 
+    def _newest(self) -> str:
+        """The newest checkpoint but for those that proved damaged as they were loaded; a collective."""
+        each_node, damaged = self.args.save_on_each_node, self._damaged or {}
+
+        def check(folder: Path, share: int, shares: int) -> None:
+            commit.check_complete(folder)
+            if each_node:  # a node reads all of its own files
+                share, shares = self.args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if each_node or not self._loads_slices(folder):  # otherwise tensors are compared as they are loaded
+                commit.check_tensors(folder, share, shares, but=() if each_node else {training_state.STATE_NAME})
+            if damaged and not (folder / training_state.STATE_NAME).exists():
+                raise ZeroCheckpointError("options of a damaged one would stay, it holds none: resume from its path")
+
+        return str(newest_committed(Path(self.args.output_dir), self.args.should_save, check, damaged))
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; where the newest checkpoint proves damaged as it is loaded, the one before it is taken."""
+        while True:
+            try:
+                return super()._inner_training_loop(*args, **kwargs)
+            except _LoadedDamageError:
+                kwargs["resume_from_checkpoint"] = self._newest()
+                self._load_from_checkpoint(kwargs["resume_from_checkpoint"])
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine = engine_of(self.model)
         if not self._loads_slices(resume_from_checkpoint):
@@ -149,13 +172,14 @@ class ZeroCheckpointMixin:
                 return
             with gathered_parameters(self.model, write=True):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif self.is_in_train:
+            return  # each rank reads its slices when the model is sharded and the optimizer is there
         elif engine is not None:
             engine_state.load_weights(engine, self.model, resume_from_checkpoint)
-        elif not self.is_in_train:
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # Otherwise the model is about to be sharded: each rank then reads its slices.
 
-    def _loads_slices(self, folder: str) -> bool:
+    def _loads_slices(self, folder: str | Path) -> bool:
         """Whether the weights of a folder can be read in slices; adapters, pickles and computed weights cannot."""
         if hasattr(self.model, "peft_config") or not loading.has_weights(Path(folder)):
             return False
@@ -166,6 +190,16 @@ class ZeroCheckpointMixin:
         if checkpoint_dir is None or engine is None:
             super()._load_optimizer_and_scheduler(checkpoint_dir)
             return
+        try:
+            self._load_training_state(engine, checkpoint_dir)
+        except ZeroDamageError as error:
+            if self._damaged is None:
+                raise
+            engine_state.forget_states(engine)  # what is loaded in their place may have fewer
+            self._damaged[Path(checkpoint_dir)] = str(error)
+            raise _LoadedDamageError from error
+
+    def _load_training_state(self, engine: ZeroEngine, checkpoint_dir: str) -> None:
         slices, folder = self._loads_slices(checkpoint_dir), Path(checkpoint_dir)
         if not (folder / training_state.STATE_NAME).exists():
             is_stock = stock_checkpoints.find(folder)
@@ -178,7 +212,7 @@ class ZeroCheckpointMixin:
             return
         missing = engine_state.load_engine(engine, checkpoint_dir)
         if slices:
-            engine_state.load_rest(engine, self.model, checkpoint_dir, missing)
+            engine_state.load_rest(engine, self.model, checkpoint_dir, missing, verify=self._damaged is not None)
         else:
             engine.after_load()
         on_all_ranks(engine.comm, lambda: self._load_schedule(folder / SCHEDULER_NAME))
@@ -203,6 +237,10 @@ class ZeroCheckpointMixin:
             super()._load_best_model()
 
 
+class _LoadedDamageError(ZeroDamageError):
+    """The checkpoint that training was about to go on from is damaged."""
+
+
 def _clear(run_folder: Path) -> None:
     """Give what an earlier run has completed its name, and remove what it has left torn."""
     commit.finish_run(run_folder)
@@ -210,18 +248,19 @@ def _clear(run_folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, int] | None = None) -> Path:
+def newest_committed(
+    run_folder: Path, is_main: bool, check: Callable[[Path, int, int], None], damaged: Mapping[Path, str]
+) -> Path:
     """The newest checkpoint that is complete and undamaged on all ranks; a collective. Names the ones it skips.
 
-    `is_main` says that this rank may rename what was complete when a run was killed, and `share`, as (number, of how
-    many), which tensors it reads: its own rank's, or those of its node, where each has a folder of its own. Raises
-    ZeroCheckpointError where there is none.
+    `is_main` says that this rank may rename what was complete when a run was killed; `check(folder, rank, ranks)` does
+    a rank's part of the check, and `damaged` need none. Raises ZeroCheckpointError where there is none.
     """
     comm = Communicator.connect(peer_memory=False)
     found: list[int] = []
     on_all_ranks(comm, lambda: commit.finish_run(run_folder) if is_main else None)
     on_all_ranks(comm, lambda: found.extend(commit.steps_in(run_folder)))
-    skipped = [f"{folder} (torn: the run ended while it was written)" for folder in commit.torn_folders(run_folder)]
+    skipped = dict.fromkeys(commit.torn_folders(run_folder), "torn: the run ended while it was written") | damaged
     steps = comm.all_gather_object(found)
     newest = None
     for step in sorted(set().union(*steps), reverse=True):
@@ -230,19 +269,17 @@ def newest_committed(run_folder: Path, is_main: bool = True, share: tuple[int, i
         try:
             if lacking:
                 raise ZeroCheckpointError(f"rank(s) {lacking} of {comm.world_size} do not have it")
-            on_all_ranks(comm, lambda folder=folder: _check(folder, *(share or (comm.rank, comm.world_size))))
+            if folder not in damaged:
+                on_all_ranks(comm, functools.partial(check, folder, comm.rank, comm.world_size))
+                newest = folder
+                break
         except ZeroCheckpointError as error:
-            skipped.append(f"{folder} ({error})")
-        else:
-            newest = folder
-            break
-    if comm.rank == 0:
-        for line in skipped:
-            logger.warning(f"skipped {line}")
+            skipped[folder] = str(error)
+    lines = [f"skipped {folder} ({why})" for folder, why in skipped.items()]
+    for line in lines if comm.rank == 0 else ():
+        logger.warning(line)
     if newest is None:
-        raise ZeroCheckpointError(
-            f"no complete checkpoint in {run_folder}" + "".join(f"; skipped {line}" for line in skipped)
-        )
+        raise ZeroCheckpointError("; ".join([f"no complete checkpoint in {run_folder}", *lines]))
     return newest
 
 
@@ -254,8 +291,3 @@ def _check_given(folder: Path) -> None:
         logger.warning(f"{folder} has no {commit.MARKER} file: whether it is complete cannot be checked")
     else:
         raise ZeroCheckpointError(f"{folder} does not exist")
-
-
-def _check(folder: Path, share: int, shares: int) -> None:
-    commit.check_complete(folder)
-    commit.check_tensors(folder, share, shares)
