@@ -6,9 +6,9 @@ import functools
 import io
 import logging
 import pickle
+import pickletools
 import zipfile
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,8 +109,12 @@ def load_part(file: BinaryIO, path: Path) -> Any:
 def load_plain(path: Path) -> Any:
     """The content of a file that `pickle` wrote, with every object as `Inert`; sizes and dtypes are torch's own."""
     try:
-        # From memory: of a file, the unpickler would make room for as many bytes as a damaged length asks for.
-        return _InertUnpickler(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        # The unpickler makes room for as many bytes, or numbered objects, as a damaged length or number asks for.
+        for code, argument, _ in pickletools.genops(data):  # which raises ValueError for lengths beyond the end
+            if code.name.endswith("PUT") and argument > len(data):
+                raise pickle.UnpicklingError(f"it numbers an object {argument:,}, and has {len(data):,} bytes")
+        return _InertUnpickler(io.BytesIO(data)).load()
     except FileNotFoundError:
         raise ZeroCheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except _DAMAGES as error:
@@ -119,14 +123,8 @@ def load_plain(path: Path) -> Any:
 
 class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) == ("torch", "Size"):
-            return _size
         found = getattr(torch, name, None) if module == "torch" else None
-        return found if isinstance(found, torch.dtype) else _stand_in(name)
-
-
-def _size(numbers: Iterable[int] = ()) -> torch.Size:
-    return torch.Size(numbers)
+        return found if found is torch.Size or isinstance(found, torch.dtype) else _stand_in(name)
 
 
 def _unreadable(path: Path, error: Exception) -> ZeroCheckpointError:
