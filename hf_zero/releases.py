@@ -12,6 +12,9 @@ _CONVERT = core_model_loading.convert_and_load_state_dict_in_model
 # Until 5.15 the plan of tensor parallelism stood beside the configuration of loading, which holds it since.
 _PLAN = {"tp_plan": None} if "tp_plan" in inspect.signature(_CONVERT).parameters else {}
 
+# The earliest releases ask masks by positions of queries, and count the tokens of ranks that share a sequence twice.
+SHARES_SEQUENCES = "q_length" in inspect.signature(masking_utils.sdpa_mask).parameters
+
 
 def load_into(model: PreTrainedModel, tensors: dict[str, Tensor], load_config: Any) -> Any:
     """Have transformers rename, convert and place the tensors of files; returns its report (`LoadStateDictInfo`)."""

@@ -58,7 +58,7 @@ class Options(ShardingOptions):
     )
     stage3_max_reuse_distance: int = option(
         0,
-        "after forward, weights that backward needs before this many others stay whole",
+        "after forward, a layer's weights stay whole if backward needs them before this many other elements",
         whole(0),
         zero=stage3_names("max_reuse_distance"),
         needs=STAGE3,
@@ -76,7 +76,7 @@ class Options(ShardingOptions):
     # Where shards live.
     offload_optimizer_device: str = option(
         "none",
-        "home of the optimizer states",
+        "where the optimizer states are kept",
         choice("none", "cpu", "nvme", parse=values.to_lower),
         deepspeed="zero_optimization.offload_optimizer.device",
         accelerate="offload_optimizer_device",
@@ -124,7 +124,7 @@ class Options(ShardingOptions):
     )
     offload_param_device: str = option(
         "none",
-        "home of the sharded weights",
+        "where the sharded weights are kept",
         choice("none", "cpu", "nvme", parse=values.to_lower),
         deepspeed="zero_optimization.offload_param.device",
         accelerate="offload_param_device",
@@ -140,7 +140,7 @@ class Options(ShardingOptions):
     )
     offload_activations_device: str = option(
         "none",
-        "home of the inputs of checkpointed layers, between forward and backward",
+        "where the inputs of checkpointed layers are kept between forward and backward",
         choice("none", "cpu", "nvme", parse=values.to_lower),
         own=True,
         argument="zero_offload_activations_device",

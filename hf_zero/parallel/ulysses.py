@@ -20,7 +20,7 @@ from hf_zero.comm.work import Tag
 from hf_zero.core.schedule import in_backward
 from hf_zero.core.sequence import SequenceGroup, shares_of_heads
 from hf_zero.errors import ZeroConfigError
-from hf_zero.releases import within_sequences
+from hf_zero.releases import SHARES_SEQUENCES, within_sequences
 
 
 if TYPE_CHECKING:  # what the mixin is put before
@@ -293,6 +293,8 @@ def _check(model: nn.Module, size: int) -> PreTrainedModel:
 
 
 def _reason_against(model: nn.Module, base: nn.Module) -> str | None:
+    if not SHARES_SEQUENCES:
+        return "is computed by a release of transformers that masks and counts whole sequences (5.23 does not)"
     if not isinstance(base, PreTrainedModel):
         return "is no model of transformers"
     config = base.config

@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from hf_zero.errors import ZeroError
-from hf_zero.planning.enqueued import Move, Operation
+from hf_zero.planning.enqueued import Move
+from hf_zero.tools.operations import Operation, rate_name, short_name
 
 
 # Matrix products whose smallest dimension has so many elements reach the rate of large ones.
@@ -26,19 +27,12 @@ _PASSES = {"all-gather": 1, "reduce-scatter": 1, "exchange": 1, "all-reduce": 2}
 
 COPIES = ("bus", "disk")  # moves that no other rank has part in
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 def _of(values: float | Mapping[str, float], dtype: torch.dtype) -> float:
     """The number for a dtype; what is not known of one is as in fp32."""
     if not isinstance(values, Mapping):
         return values
-    return values.get(_NAMES.get(dtype, "fp32"), values["fp32"])
-
-
-def _in_place(name: str) -> str:
-    """`add_` costs what `add` does; names that begin with an underscore keep it."""
-    return name.removesuffix("_")
+    return values.get(short_name(dtype), values["fp32"])
 
 
 class MachineError(ZeroError, ValueError):
@@ -58,9 +52,9 @@ class Machine:
         large_share, small_share: of `flops` that products reach, from `LARGE` on and below; by dtype, or one for all.
         attention_share: the same of fused attention.
         memory_rate: bytes read and written by operations that do not fit into a cache.
-        cache_bytes, cache_rate: operations on fewer bytes run at this rate; 0: no cache is counted with.
-        rates: bytes/s that operations reach at most, by ATen's names (with " bf16" behind for that dtype), if their
-            computing takes longer than their bytes.
+        cache_bytes, cache_rate: operations on fewer bytes run at this rate, or that of `rates`; 0: no cache counts.
+        rates: bytes/s of operations, by ATen's names (with " bf16" behind for that dtype); never more than
+            `memory_rate` on more than `cache_bytes`.
         launch: seconds of the host for each operation.
         node_rate, net_rate: bytes that a rank gets at one time from ranks of its node, and from other nodes.
         node_latency, net_latency: seconds of a message, where ranks exchange messages.
@@ -121,12 +115,11 @@ class Machine:
         return _of(self.flops, dtype)
 
     def _moving(self, operation: Operation) -> float:
-        rate = self.cache_rate if operation.nbytes < self.cache_bytes else self.memory_rate
-        name = _in_place(operation.name)
-        most = self.rates.get(name, math.inf)
-        if operation.dtype in _NAMES:
-            most = self.rates.get(f"{name} {_NAMES[operation.dtype]}", most)
-        return operation.nbytes / min(rate, most)
+        name = rate_name(operation)
+        rate = self.rates.get(name) or self.rates.get(name.split()[0])
+        if operation.nbytes < self.cache_bytes:
+            return operation.nbytes / (rate or self.cache_rate)
+        return operation.nbytes / min(self.memory_rate, rate or math.inf)
 
     def check_ranks(self, on_cpu: bool) -> None:
         """Raises MachineError where this describes GPUs and the ranks are on CPUs, or the other way round."""

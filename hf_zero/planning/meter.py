@@ -36,8 +36,9 @@ class Peak:
         self.without = frozenset(without)
         self._moments: list[tuple[int, Counter[str]]] = [(0, Counter())]  # (storages seen by then, what was live)
 
-    def take(self, live: Counter[str]) -> Counter[str]:
-        return Counter({name: count for name, count in live.items() if name not in self.without})
+    def total(self, live: Counter[str]) -> int:
+        """The bytes that count; called at every operation that makes a tensor."""
+        return sum(live.values()) - sum(live[name] for name in self.without)
 
     @property
     def live(self) -> Counter[str]:
@@ -52,7 +53,8 @@ class Peak:
         self._moments = [max(self._moments, key=lambda moment: moment[1].total())]
 
     def record(self, seen: int, live: Counter[str]) -> None:
-        self._moments.append((seen, self.take(live)))
+        taken = {name: count for name, count in live.items() if name not in self.without}
+        self._moments.append((seen, Counter(taken)))
 
     def relabel(self, born: int, nbytes: int, category: str) -> None:
         """A tensor that was counted as an activation was of this category all the time."""
@@ -96,9 +98,9 @@ class StorageMeter(TorchDispatchMode):
         return False  # nothing is compiled in here, and saying so at each operation costs more than the operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if is_composed(types):
+        if types and is_composed(types):
             return NotImplemented
-        if is_trial(types):
+        if types and is_trial(types):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return True  # "are all of these ones (a mask without padding)?" is what models ask of values
@@ -165,10 +167,10 @@ class StorageMeter(TorchDispatchMode):
             self.before_peak()
             self._closed = True
             self.peak.close()
-        if self.peak.take(self.live).total() <= self.peak.nbytes:
+        if self.peak.total(self.live) <= self.peak.nbytes:
             return
         self.before_peak()
-        if self.peak.take(self.live).total() > self.peak.nbytes:
+        if self.peak.total(self.live) > self.peak.nbytes:
             self.peak.record(self._seen, self.live)
         self._closed = False
 

@@ -92,10 +92,7 @@ def build(config: PreTrainedConfig, lora: Lora | None = None) -> nn.Module:
     model_class = getattr(transformers, architecture, None)
     try:
         with META:
-            if model_class is not None:
-                model = model_class._from_config(config)
-            else:
-                model = AutoModelForCausalLM.from_config(config)
+            model = (AutoModelForCausalLM.from_config if model_class is None else model_class._from_config)(config)
     except Exception as error:  # modeling code raises whatever it likes for odd values
         raise PlanError(f"model_type '{config.model_type}' cannot be built: {_first_line(error)}") from error
     model.config.use_cache = False  # as Trainer sets it

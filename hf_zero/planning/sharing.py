@@ -18,8 +18,9 @@ from hf_zero.core.sequence import SequenceGroup
 from hf_zero.parallel.sequence_batches import cut
 from hf_zero.parallel.tensor_parallel import share_out
 from hf_zero.parallel.ulysses import Ulysses
-from hf_zero.planning.enqueued import COLLECTIVES, Enqueued, Move, Wait
+from hf_zero.planning.enqueued import Enqueued, Move, Wait
 from hf_zero.planning.remembered import is_composed, is_trial
+from hf_zero.tools.operations import COLLECTIVES
 
 
 # By the names of torch's operations: the kind of a move, and how often its ring passes each rank's share on.

@@ -10,7 +10,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.core.placement import Place
 from hf_zero.planning.costs import Machine
-from hf_zero.planning.enqueued import Enqueued, Mark, Operation
+from hf_zero.planning.enqueued import Enqueued, Mark
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.places import ON_DEVICE, PLACES, Places
 from hf_zero.planning.plan import Request
@@ -18,6 +18,7 @@ from hf_zero.planning.sharing import ranks_of_a_batch
 from hf_zero.planning.spread import ALL_RANKS, Spread
 from hf_zero.planning.timeline import Timeline, replay
 from hf_zero.planning.trace import Footprint, Scenario, trace
+from hf_zero.tools.operations import Operation
 
 
 # A backward pass makes twice the products of its forward pass.

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.planning.costs import COPIES, Machine
-from hf_zero.planning.enqueued import Behind, Event, Mark, Move, Operation, Read, Wait
+from hf_zero.planning.enqueued import Behind, Event, Mark, Move, Read, Wait
+from hf_zero.tools.operations import Operation
 
 
 COMPUTE = "computation"

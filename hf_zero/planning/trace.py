@@ -100,10 +100,7 @@ class _FlashAttention(TorchFunctionMode):
     """Keeps attention from falling back to the quadratic form, which no device takes where a fused kernel fits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
-        return func(*args, **kwargs)
+        return (_attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
 def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

@@ -278,10 +278,9 @@ def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
         return
     _finish_gathers(engine)
     before = 0 if engine is None else sum(count_bytes(t) for t in tensors_by_category(engine).values())
-    with (
-        without_notes(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    # torch 2.10 warns without `acc_events` that it forgets earlier cycles; there is one only.
+    with without_notes(), torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         yield result
         _finish_gathers(engine)
     with tempfile.TemporaryDirectory() as folder:
