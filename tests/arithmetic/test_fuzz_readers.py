@@ -154,3 +154,10 @@ def test_damaged_files_are_errors_for_people(tmp_path, name):
 @pytest.mark.parametrize("name", READERS)
 def test_ten_thousand_damaged_files_are_errors_for_people(tmp_path, name):
     _fuzz(name, tmp_path, 5000)
+
+
+@pytest.mark.parametrize("damaged", [b"]r\0\0\0\x08.", b"\x96\0\0\0\x40\0\0\0\0."], ids=["number", "length"])
+def test_pickles_that_ask_for_more_memory_than_they_have_bytes_are_refused(tmp_path, damaged):
+    (tmp_path / "plain.pkl").write_bytes(b"\x80\x05" + damaged)
+    with pytest.raises(ZeroError, match="cannot be read: "):
+        pickles.load_plain(tmp_path / "plain.pkl")

@@ -3,8 +3,9 @@
 import torch
 
 from benchmarks.schedules import casts_aside, reductions_in_flight
-from hf_zero.planning.enqueued import Mark, Move, Operation, Wait
+from hf_zero.planning.enqueued import Mark, Move, Wait
 from hf_zero.planning.timeline import replay
+from hf_zero.tools.operations import Operation
 from tests.support.machines import plain_machine
 
 

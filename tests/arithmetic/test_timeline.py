@@ -14,7 +14,7 @@ from hf_zero.cli import main
 from hf_zero.errors import ZeroRuntimeError
 from hf_zero.planning import enqueued
 from hf_zero.planning.costs import MachineError, machine_names, read_machine
-from hf_zero.planning.enqueued import Behind, Enqueued, Mark, Move, Operation, Read, Wait
+from hf_zero.planning.enqueued import Behind, Enqueued, Mark, Move, Read, Wait
 from hf_zero.planning.model import BatchShape, PlanError, build
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.plan import Request
@@ -25,6 +25,7 @@ from hf_zero.planning.time_report import write_best
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.calibrate import calibrate, spread
+from hf_zero.tools.operations import Operation
 from tests.support.machines import plain_machine
 from tests.support.tensor_models import needs_shared_layers
 
@@ -172,6 +173,13 @@ def test_operations_that_compute_much_have_a_rate_of_their_own():
         )
     ]
     assert times == pytest.approx([2, 2, 4, 1])
+
+
+def test_a_rate_of_its_own_counts_in_a_cache_and_no_more_than_memory_allows_outside():
+    machine = plain_machine(rates={"silu": 4e9}, cache_bytes=10**9, cache_rate=2e9)  # memory: 1e9
+    small, large = (Operation("silu", 0, nbytes, torch.float32) for nbytes in (10**8, 10**10))
+    other = Operation("tanh", 0, 10**8, torch.float32)
+    assert [machine.operation_seconds(one) for one in (small, large, other)] == pytest.approx([1 / 40, 10, 1 / 20])
 
 
 def test_rings_over_nodes_use_the_network_cards_of_all_ranks_of_a_node():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+import transformers
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import LlamaForCausalLM
@@ -37,6 +38,10 @@ class Hub:
         monkeypatch.setattr(HfApi, "create_repo", self.create_repo)
         monkeypatch.setattr(HfApi, "create_commit", self.create_commit)
         monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
+        for module in (transformers.utils.hub, transformers.trainer):  # earlier releases have bound them by name
+            for name in ("create_repo", "create_commit", "upload_folder"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, getattr(self, name))
         monkeypatch.setattr(ModelCard, "load", self.load_card)
         monkeypatch.setattr(ModelCard, "validate", lambda card, **options: None)  # earlier releases ask the Hub
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
+from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_zero
@@ -110,7 +111,7 @@ def test_weights_that_a_converter_computes(tmp_path, monkeypatch):
     from transformers.core_model_loading import Transpose, WeightConverter
 
     def mapping(*args, **kwargs):
-        return [WeightConverter(["mlp.down.weight"], ["mlp.down_proj.weight"], [Transpose(0, 1)])]
+        return [WeightConverter(["mlp.down.weight"], ["mlp.down_proj.weight"], operations=[Transpose(0, 1)])]
 
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
     monkeypatch.setattr(transformers.modeling_utils, "get_model_conversion_mapping", mapping)
@@ -201,7 +202,8 @@ def test_what_is_used_before_prepare_is_right(tmp_path):
     if dist.get_rank() == 0:
         wanted.save_pretrained(tmp_path)
         tensors = load_file(tmp_path / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if Version(tf.__version__) >= Version("5.4"):  # 5.3 leaves such weights untied, as one process would have them
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
     model = _load("llama_tied", tmp_path)

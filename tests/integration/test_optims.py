@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers.training_args import OptimizerNames
 
 from hf_zero.config.optimizers import OPTIMS, Stepped
@@ -51,7 +52,11 @@ def _model():
 
 
 def test_every_name_of_transformers_is_in_the_table():
-    assert sorted(OPTIMS) == sorted(name.value for name in OptimizerNames)
+    names = {name.value for name in OptimizerNames}
+    if Version(transformers.__version__) >= Version("5.20"):
+        assert sorted(OPTIMS) == sorted(names)
+    else:  # the first is gone since then, the other has come
+        assert names ^ set(OPTIMS) <= {"adamw_apex_fused", "stable_adamw"}, names ^ set(OPTIMS)
 
 
 def _arguments(name):

@@ -20,6 +20,7 @@ from tests.integration.test_plan_measured import (
     third_step,
 )
 from tests.support.harness import run_ranks
+from tests.support.sequences import needs_shared_sequences
 from tests.support.tensor_models import needs_shared_layers, tensor_mesh
 from tests.support.trainers import forget_accelerate
 
@@ -87,6 +88,7 @@ def train_sequences(name, stage, size):
     return third_step(model, engine, step)
 
 
+@needs_shared_sequences
 @pytest.mark.parametrize(("name", "stage"), [("llama", 3), ("qwen3", 1)])
 def test_two_by_two_ranks_that_share_sequences(name, stage):
     plan = planned(name, stage, sp_size=2)

@@ -7,9 +7,8 @@ import pytest
 
 from hf_zero.checkpoint import commit
 from hf_zero.errors import ZeroCheckpointError
-from hf_zero.integrations.trainer_checkpoints import newest_committed
 from tests.ranks.test_checkpoint import train, trainer_for
-from tests.ranks.test_commit_marker import make_checkpoint
+from tests.ranks.test_commit_marker import check, make_checkpoint, newest
 from tests.support.harness import distributed, run_ranks
 
 
@@ -31,7 +30,7 @@ def test_the_newest_that_all_ranks_have(tmp_path):
     make(run, *([3, 6, 9] if run.name == "0" else [3, 6]))
     if run.name == "0":
         (run / "checkpoint-6" / commit.MARKER).unlink()
-    assert newest_committed(run) == run / "checkpoint-3"
+    assert newest(run) == run / "checkpoint-3"
 
 
 @distributed(world_size=2)
@@ -41,7 +40,7 @@ def test_none_on_one_rank_is_an_error_on_all(tmp_path):
     with pytest.raises(
         ZeroCheckpointError, match=r"no complete checkpoint .*checkpoint-3 \(rank\(s\) \[1\] of 2 do not"
     ):
-        newest_committed(run)
+        newest(run)
 
 
 @distributed(world_size=2)
@@ -52,7 +51,7 @@ def test_one_that_lacked_its_name_on_one_rank(tmp_path):
     if run.name == "1":
         (run / "uncommitted").mkdir()
         (run / "checkpoint-6").rename(run / "uncommitted/checkpoint-6")
-    assert newest_committed(run) == run / "checkpoint-6"
+    assert newest(run) == run / "checkpoint-6"
 
 
 @distributed(world_size=2)
@@ -62,7 +61,7 @@ def test_a_rank_with_a_folder_of_its_own_reads_all_of_it(tmp_path):
     path = run / "checkpoint-6/model.safetensors"
     if run.name == "1":  # the tensor that rank 0 reads where ranks share the work
         path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert newest_committed(run, share=(0, 1)) == run / "checkpoint-3"
+    assert newest(run, lambda folder, share, shares: check(folder)) == run / "checkpoint-3"
 
 
 def _train_on_two_nodes(folder, resume, lost):

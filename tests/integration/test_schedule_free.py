@@ -157,7 +157,7 @@ def test_the_trainer_evaluates_and_saves_what_stock_does(tmp_path):
     def run(stage):
         folder = tmp_path / str(stage)
         others = {"optimizer_cls_and_kwargs": (ScheduleFreeSGD, {"lr": 0.1})}
-        options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
         return train("llama_tied", stage, folder, others=others, lr_scheduler_type="constant", **options)
 
     stock_log, stock_weights = run(None)

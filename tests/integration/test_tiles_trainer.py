@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
-from hf_zero.errors import ZeroConfigError
+from hf_zero.errors import ZeroConfigError, ZeroRuntimeError
 from tests.support.harness import distributed
 from tests.support.trainers import compare_logs, compare_weights, make_trainer, saved_weights, train, without_times
 from tests.support.trl_runs import GRPO, SFT, compare, make, outcome, prompts
@@ -28,8 +30,15 @@ CASES = {
 }
 
 
+_averages = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.8"),
+    reason="transformers 5.3 adds up smoothed losses of micro-batches instead of averaging them",
+)
+
+
 @pytest.mark.parametrize(
-    "case", [case if case == "smoothed" else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES]
+    "case",
+    [pytest.param(case, marks=_averages if case == "smoothed" else pytest.mark.exhaustive) for case in CASES],
 )
 @distributed(world_size=2)
 def test_a_whole_run(tmp_path, case):
@@ -117,7 +126,8 @@ def test_trl_tiles_the_loss_itself_and_takes_tiles_of_mlps(tmp_path):
         trainer = make(
             kind, 2, tmp_path / "refused", others=more, data=data, zero_tile_loss=16, max_steps=1, **settings
         )
-        with pytest.raises(ZeroConfigError, match="TRL"):
+        # An SFTTrainer of TRL 1.6 that computes a plain loss is told when it asks for the logits.
+        with pytest.raises((ZeroConfigError, ZeroRuntimeError), match="TRL|whole logits"):
             trainer.train()
     options = {"max_steps": 2, "gradient_accumulation_steps": 2}
     stock = outcome(make(SFT, None, tmp_path / "stock", **options), tmp_path / "stock")

@@ -141,6 +141,9 @@ class Receiver:
     def __init__(self, engine):
         self.engine, self.received, self.most_whole, self.resets = engine, {}, 0, 0
 
+    def update_named_param(self, name, value):  # so TRL 1.6 does, one by one
+        self.update_named_params([(name, str(value.dtype).removeprefix("torch."), list(value.shape))], [(name, value)])
+
     def update_named_params(self, metadata, params):
         for (name, dtype, shape), (pushed, value) in zip(metadata, params, strict=True):
             assert (name, dtype, shape) == (pushed, str(value.dtype).removeprefix("torch."), list(value.shape))
@@ -179,7 +182,8 @@ def test_push_to_vllm(tmp_path, stage):
     units = engine_of(trainer.model).units
     if stage == 3:
         buffers = sum(len(unit.buffers) for unit in units)
-        assert gathers == 2 * buffers, f"{gathers} gathers for two walks over {buffers} buffers"
+        # TRL 1.6 walks over the weights once, newer releases twice: to describe them, and to send them.
+        assert gathers in (buffers, 2 * buffers), f"{gathers} gathers for walks over {buffers} buffers"
         if trainer.accelerator.is_main_process:
             assert receiver.most_whole == 1, f"{receiver.most_whole} units were whole at once"
     trainer.train()  # goes on as if nothing had happened

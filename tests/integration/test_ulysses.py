@@ -12,6 +12,7 @@ from tests.support.trainers import compare_logs, compare_weights, make_trainer, 
 from tests.support.trl_runs import SFT, compare, make, outcome
 
 
+pytestmark = sequences.needs_shared_sequences
 STEPS = 4
 
 

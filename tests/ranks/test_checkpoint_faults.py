@@ -111,7 +111,7 @@ def _error_of_resuming(folder, resume):
         return f"{type(error).__name__}: {error}"
 
 
-def _flip(path, name):
+def flip(path, name):
     from hf_zero.checkpoint.safetensors_file import SlicedFile
 
     position = SlicedFile.open(path).position(name, 5) + 1
@@ -124,7 +124,7 @@ def test_damage_is_named_or_skipped(tmp_path):
     folder = tmp_path / "run"
     run_ranks(train, str(folder), 3, 2, 6)
     newest = folder / "checkpoint-6"
-    _flip(newest / "zero_state.safetensors", "model.norm.weight.exp_avg")
+    flip(newest / "zero_state.safetensors", "model.norm.weight.exp_avg")
     message = run_ranks(_error_of_resuming, str(folder), str(newest))[1]
     assert "zero_state.safetensors is damaged: tensor 'model.norm.weight.exp_avg'" in message, message
     # With `True` the one before it is taken, and saving step 6 again replaces the damaged one.
@@ -132,7 +132,7 @@ def test_damage_is_named_or_skipped(tmp_path):
     assert sorted(losses) == [4, 5, 6], losses
     commit.check_tensors(newest)
 
-    _flip(newest / "model.safetensors", "lm_head.weight")
+    flip(newest / "model.safetensors", "lm_head.weight")
     message = run_ranks(_error_of_resuming, str(folder), str(newest))[0]
     assert "model.safetensors is damaged: tensor 'lm_head.weight'" in message, message
     (newest / "scheduler.pt").unlink()

@@ -35,9 +35,13 @@ def make_checkpoint(folder):
     commit.write_marker(folder, sums)
 
 
-def check(folder):
+def check(folder, share=0, shares=1):
     commit.check_files(folder)
-    commit.check_tensors(folder)
+    commit.check_tensors(folder, share, shares)
+
+
+def newest(run_folder, check=check):
+    return newest_committed(run_folder, True, check, {})
 
 
 def test_files_in_sub_folders_may_have_the_names_of_those_above(tmp_path):
@@ -75,11 +79,11 @@ def test_a_damaged_marker_is_named_and_its_checkpoint_is_skipped(tmp_path, name)
     content, words = DAMAGES[name]
     for step in (3, 6):
         make_checkpoint(tmp_path / f"checkpoint-{step}")
-    newest = tmp_path / "checkpoint-6"
-    (newest / commit.MARKER).write_text(content if isinstance(content, str) else json.dumps(content))
+    damaged = tmp_path / "checkpoint-6"
+    (damaged / commit.MARKER).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ZeroCheckpointError, match=f"{commit.MARKER} .*{words}"):
-        commit.check_files(newest)
-    assert newest_committed(tmp_path) == tmp_path / "checkpoint-3"
+        commit.check_files(damaged)
+    assert newest(tmp_path) == tmp_path / "checkpoint-3"
 
 
 @pytest.mark.parametrize("missing", ["zero_state.safetensors", "model.safetensors", "scheduler.pt"])

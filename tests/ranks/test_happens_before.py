@@ -4,44 +4,27 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import random
 from collections.abc import Callable
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional as F
 
-import hf_zero
 from hf_zero.core.placement import Place
-from tests.ranks.test_autograd_calls import WAYS
-from tests.ranks.test_property_trees import TreeNet, _trees
 from tests.support import zoo
-from tests.support.allocator import replay
 from tests.support.far_home import far_homes
-from tests.support.happens_before import (
-    Collective,
-    Compute,
-    Section,
-    exposed_gathers,
-    problems,
-    reductions_under_way,
-)
+from tests.support.happens_before import problems, too_many_exposed
 from tests.support.late_lanes import late_homes
 from tests.support.matrix_optimizers import Lamb
-from tests.support.nets import Net, batches, seeded
-from tests.support.networks import NETWORKS, checkpoint_calls, diverge
+from tests.support.nets import Net, seeded
+from tests.support.networks import NETWORKS, checkpoint_calls, diverge, loss_of_network
 from tests.support.recorder import RecordedLanes, record
+from tests.support.short import covering
 
 
 STEPS = 3
 STAGES = (0, 1, 2, 3)
-TRANSPORTS = ("nccl", "messages", "reads")
-WIDTH = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,18 +131,12 @@ def _cases():
 
 
 def _sample():
-    """Every network at stage 3, and for each variant one case at stage 3 and one at another stage."""
-    cases = list(_cases())
-    draw = random.Random(12)
-    chosen = {case for case in cases if case[1:] == ("plain", 3)}
-    for number, variant in enumerate(VARIANTS):
-        found = {}
-        for stage in STAGES:
-            fitting = [case for case in cases if case[1:] == (variant, stage)]
-            found[stage] = draw.sample(fitting, min(len(fitting), 2 if stage == 3 else 1))
-        lower = [case for stage in STAGES[:3] for case in found[stage]]
-        chosen |= {*found[3][:1], lower[number % len(lower)]}
-    return sorted(chosen)
+    """Every network and every variant, at stage 3 and at a lower one where both are there."""
+    cases = [
+        {"network": (name, stage == 3), "variant": (variant, stage == 3), "stage": stage}
+        for name, variant, stage in _cases()
+    ]
+    return [(case["network"][0], case["variant"][0], case["stage"]) for case in covering(cases, seed=12)]
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -168,18 +145,13 @@ def _sample():
 def _build(name):
     """A network or a model of transformers, and the loss of a micro-batch."""
     if name in NETWORKS:
-        return NETWORKS[name](), _loss_of_network
+        return NETWORKS[name](), loss_of_network
     family = name.removeprefix("lora_")
     model = zoo.build(family)
     if name != family:
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
         model.enable_input_require_grads()
     return model, functools.partial(_loss_of_family, family)
-
-
-def _loss_of_network(model, number):
-    x, y = batches(dist.get_rank(), number)
-    return F.cross_entropy(model(x).float(), y)
 
 
 def _loss_of_family(family, model, number):
@@ -206,9 +178,9 @@ def _train(name, stage, variant, recording):
         if variant.beside:
             recording.section(f"evaluation beside {number}")
             with torch.no_grad():
-                wanted = _loss_of_network(teacher, number)
+                wanted = loss_of_network(teacher, number)
             recording.section(f"forward beside {number}")
-            loss = loss + (_loss_of_network(student, number) - wanted).square()
+            loss = loss + (loss_of_network(student, number) - wanted).square()
         last = micro == variant.accumulation - 1
         recording.section(f"backward {number}")
         with contextlib.nullcontext() if last else engine.no_sync():
@@ -228,13 +200,6 @@ def _train(name, stage, variant, recording):
                 optimizer.zero_grad()
 
 
-def _too_many_exposed(log, allowed=1):
-    """Passes of the last micro-batch that wait for more gathers than allowed with nothing to do meanwhile."""
-    exposed = exposed_gathers(log)
-    last = list(exposed)[-1].split()[-1]
-    return {name: labels for name, labels in exposed.items() if name.endswith(f" {last}") and len(labels) > allowed}
-
-
 def _check(name, variant, stage):
     logs = record(functools.partial(_train, name, stage, VARIANTS[variant]), VARIANTS[variant].ranks)
     found = problems(logs)
@@ -243,7 +208,7 @@ def _check(name, variant, stage):
         # Among layers of unequal sizes the third hop of a sum, a gather, may find nothing to go on under.
         allowed = EXPOSED.get(name, 1) + (variant == "quantised_replicas")
         for log in logs:
-            exposed = _too_many_exposed(log, allowed)
+            exposed = too_many_exposed(log, allowed)
             assert not exposed, exposed
 
 
@@ -256,202 +221,3 @@ def test_no_interleaving_hangs_or_overruns(name, variant, stage):
 @pytest.mark.parametrize("name, variant, stage", list(_cases()))
 def test_no_interleaving_of_any_case_hangs_or_overruns(name, variant, stage):
     _check(name, variant, stage)
-
-
-# -- ways of calling --------------------------------------------------------------------------------------------------
-
-
-def _call(way, stage, transport, recording):
-    torch.manual_seed(0)
-    model = Net(depth=5)
-    diverge(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = recording.shard(model, optimizer, zero_stage=stage, transport=transport)
-    for number in range(4):
-        with engine.no_sync() if number == 0 else contextlib.nullcontext():
-            way(model, batches(dist.get_rank(), number), engine.backward)
-        if number:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[pytest.mark.exhaustive] * (stage < 3)) for stage in STAGES]
-)
-@pytest.mark.parametrize(
-    "transport", [pytest.param(t, marks=[pytest.mark.exhaustive] * (t == "messages")) for t in TRANSPORTS]
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_no_interleaving_of_several_passes_hangs_or_overruns(way, stage, transport):
-    found = problems(record(functools.partial(_call, way, stage, transport)))
-    assert not found, "\n".join(found)
-
-
-class _Early(Net):
-    """Reads a parameter of the last block before its block is called; that gives a gradient on the first rank only."""
-
-    scope = contextlib.nullcontext
-
-    def route(self, x):
-        with self.scope():
-            early = x * self.layers[-1].gain
-        return super().route(x + (early if dist.get_rank() == 0 else early.detach()))
-
-
-def _read_early(how, stage, transport, recording):
-    torch.manual_seed(0)
-    model = _Early(depth=6)
-    scope = functools.partial(hf_zero.gathered_parameters, model.layers[-1])
-    if how == "in a scope inside the pass":
-        model.scope = scope
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = recording.shard(model, optimizer, zero_stage=stage, transport=transport)
-    for number in range(3):
-        with scope() if how == "in a scope around the pass" else contextlib.nullcontext():
-            early = model.layers[-1].gain.square() if how == "before the pass" else torch.zeros(())
-            early = early if dist.get_rank() == 0 else early.detach()
-            engine.backward(_loss_of_network(model, number) + early)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["nccl", "reads"])
-@pytest.mark.parametrize(
-    "how", ["inside the pass", "in a scope inside the pass", "before the pass", "in a scope around the pass"]
-)
-def test_gradients_of_early_reads_on_one_rank_hold_up_no_other(how, transport):
-    for stage in (2, 3):
-        found = problems(record(functools.partial(_read_early, how, stage, transport)))
-        assert not found, "\n".join([f"stage {stage}", *found])
-
-
-# -- random trees -----------------------------------------------------------------------------------------------------
-
-
-def _train_tree(tree, apart, stage, transport, recording):
-    torch.manual_seed(0)
-    model = TreeNet(tree)
-    if apart:
-        diverge(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = recording.shard(model, optimizer, zero_stage=stage, transport=transport, **dict(tree.options))
-    for number in range(3 * tree.accumulation):
-        last = number % tree.accumulation == tree.accumulation - 1
-        with contextlib.nullcontext() if last else engine.no_sync():
-            engine.backward(_loss_of_network(model, number))
-        if tree.peek:
-            with torch.no_grad():
-                model(batches(0, 99)[0])
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _check_tree(*choices):
-    found = problems(record(functools.partial(_train_tree, *choices)))
-    assert not found, "\n".join(found)
-
-
-_TREES = given(_trees(), st.booleans(), st.sampled_from(STAGES), st.sampled_from(TRANSPORTS))
-_SETTINGS = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-@_SETTINGS(max_examples=15)
-@_TREES
-def test_no_interleaving_of_random_trees_hangs_or_overruns(tree, apart, stage, transport):
-    _check_tree(tree, apart, stage, transport)
-
-
-@pytest.mark.exhaustive
-@_SETTINGS(max_examples=1000)
-@_TREES
-def test_no_interleaving_of_many_random_trees_hangs_or_overruns(tree, apart, stage, transport):
-    _check_tree(tree, apart, stage, transport)
-
-
-# -- groups and memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_engines_on_disjoint_groups_do_not_meet(stage):
-    """Two engines at the same time, on two ranks each, and one on all four."""
-
-    def program(recording):
-        pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-        model, whole = seeded(lambda: Net(depth=4))(), seeded(lambda: Net(depth=4), seed=1)()
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, whole)]
-        engine = recording.shard(model, optimizers[0], zero_stage=stage, group=pairs[dist.get_rank() // 2])
-        recording.shard(whole, optimizers[1], zero_stage=stage)
-        for number in range(3):
-            engine.backward(_loss_of_network(model, number) + _loss_of_network(whole, number))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    logs = record(program, world_size=4)
-    assert problems(logs) == []
-    members = [{event.members for event in log if isinstance(event, Collective)} for log in logs]
-    assert members == [{(0, 1), (0, 1, 2, 3)}] * 2 + [{(2, 3), (0, 1, 2, 3)}] * 2, members
-
-
-class Words(nn.Module):
-    """Layers of one size between an embedding and a head that are larger than three of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(1024, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
-        self.head = nn.Linear(WIDTH, 1024, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.head(x)
-
-
-@pytest.mark.parametrize("stage", (2, 3))
-def test_reductions_under_way_hold_no_more_than_two_layers(stage):
-    """A larger one goes on by itself, and nothing does while the gradient of a larger one is made."""
-
-    def program(recording):
-        model = Words()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = recording.shard(model, optimizer, zero_stage=stage)
-        for _ in range(2):
-            engine.backward(model(torch.arange(4)).square().mean())
-            optimizer.step()
-
-    for log in record(program):
-        layer, large = (numel * 4 * 3 // 2 for numel in (WIDTH * WIDTH, 1024 * WIDTH))  # sums over 2 ranks beside it
-        moments = [held for _, held in reductions_under_way(log)]
-        assert 2 * layer in moments and {held for held in moments if held > 2 * layer} <= {large}, set(moments)
-        made = [
-            held
-            for event, held in reductions_under_way(log)
-            if isinstance(event, Compute) and event.name == "embedding_dense_backward"
-        ]
-        assert made == [0, 0]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["rooted", "adapted"])
-def test_steps_leave_no_memory_behind_and_no_holes(name, stage):
-    """What is held between steps stays the same, and what an allocator has to reserve for a step is found early."""
-
-    def program(recording):
-        model, loss_of = _build(name)
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine = recording.shard(model, optimizer, zero_stage=stage)
-        for number in range(6):
-            engine.backward(loss_of(model, number))
-            optimizer.step()
-            optimizer.zero_grad()
-            recording.section("between steps")
-
-    log = record(program)[0]
-    ends = [index for index, event in enumerate(log) if isinstance(event, Section)]
-    allocators = [replay(log[:end]) for end in ends]
-    held, reserved = [each.held for each in allocators], [each.reserved for each in allocators]
-    assert len(set(held[1:])) == 1, held
-    assert len(set(reserved[2:])) == 1, reserved

@@ -6,9 +6,10 @@ import transformers
 from hf_zero import ZeroConfig
 from hf_zero.comm.communicator import Communicator
 from hf_zero.core.engine import ZeroEngine
-from hf_zero.planning.enqueued import Enqueued, Mark, Move, Operation, Wait
+from hf_zero.planning.enqueued import Enqueued, Mark, Move, Wait
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.trace import Scenario, trace
+from hf_zero.tools.operations import Operation
 from tests.support.harness import distributed
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import tempfile
 
 import pytest
@@ -83,22 +82,25 @@ def apart(found, wanted):
 
 
 @distributed(world_size=4)
-def _offload(cases):
-    for name, homes, stage, precision in cases:
-        config = {"zero_stage": stage, "mixed_precision": precision}
-        found = differences(train(name, HOMES[homes](), **config), train(name, **config))
-        assert not found, (name, homes, stage, precision, found)
+def _offload(name, names_of_homes, stages, **config):
+    for stage in stages:
+        wanted = train(name, zero_stage=stage, **config)
+        for homes in names_of_homes:
+            found = differences(train(name, HOMES[homes](), zero_stage=stage, **config), wanted)
+            assert not found, (homes, stage, found)
 
 
-def test_no_bit_differs_where_masters_are_away():
-    _offload([("qwen3", "disk", 3, "bf16")])
+# Masters of the second case are cut inside of what the second tensor-parallel rank counts in a norm.
+@pytest.mark.parametrize("name, homes, stage, precision", [("qwen3", "disk", 3, "bf16"), ("phi3", "far", 0, "no")])
+def test_no_bit_differs_where_masters_are_away(name, homes, stage, precision):
+    _offload(name, [homes], [stage], mixed_precision=precision)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
-def test_no_bit_differs_in_any_case(name, homes):
-    _offload([(name, homes, stage, precision) for stage, precision in itertools.product(range(4), ("no", "bf16"))])
+def test_no_bit_differs_in_any_case(name, precision):
+    _offload(name, list(HOMES), range(4), mixed_precision=precision)
 
 
 @distributed(world_size=2)

@@ -300,6 +300,13 @@ def exposed_gathers(log: Log) -> dict[str, list[str]]:
     return {name: [" + ".join(labels) for labels in places.values()] for name, places in found.items()}
 
 
+def too_many_exposed(log: Log, allowed: int = 1) -> dict[str, list[str]]:
+    """Passes of the last micro-batch that wait for more gathers than allowed with nothing to do meanwhile."""
+    exposed = exposed_gathers(log)
+    last = list(exposed)[-1].split()[-1]
+    return {name: labels for name, labels in exposed.items() if name.endswith(f" {last}") and len(labels) > allowed}
+
+
 def reductions_under_way(log: Log) -> Iterator[tuple[Event, float]]:
     """Every event, and the bytes that reductions hold which have been launched by then and not waited for."""
     held: dict[Collective, float] = {}

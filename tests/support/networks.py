@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.nets import WIDTH, Block, Net, seeded
+from tests.support.nets import WIDTH, Block, Net, batches, seeded
 
 
 class Repeated(Net):
@@ -234,6 +234,12 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 3))
     ),
 }
+
+
+def loss_of_network(model: nn.Module, number: int) -> torch.Tensor:
+    """Of this rank's micro-batch of that number."""
+    x, y = batches(dist.get_rank(), number)
+    return F.cross_entropy(model(x).float(), y)
 
 
 # -- changes to a network --------------------------------------------------------------------------------------------
