@@ -24,17 +24,18 @@ from benchmark_measure import PHASES, train_step
 from benchmark_systems import Case, Zero, build_model, make_batches
 from rich.console import Console
 from torch import multiprocessing
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.comm.process_groups import join
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.costs import Machine, read_machine
-from hf_zero.planning.enqueued import Enqueued, Event, Mark, Operation, describe
+from hf_zero.planning.enqueued import Enqueued, Event, Mark
 from hf_zero.planning.model import BatchShape
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
 from hf_zero.tools.memory import without_notes
+from hf_zero.tools.operations import Operation
+from hf_zero.tools.timed import Timed
 
 
 # The planner's own step and norm stand for what torch calls otherwise.
@@ -43,31 +44,6 @@ _WARM_UP = 2
 _WAIT = "hf_zero::"  # what a profile calls a wait for a collective begins so
 
 Cost = tuple[int, float]  # how many, and seconds of all
-
-
-class Timed(TorchDispatchMode):
-    """Takes the CPU time of each operation, apart from what calling any operation takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Operation, float]] = []
-        self._calling = 0.0
-        with self:
-            one = torch.zeros(1)
-            for _ in range(200):
-                one + one
-        self._calling = statistics.median(seconds for _, seconds in self.found)
-        self.found.clear()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        began = time.thread_time()
-        result = func(*args, **kwargs)
-        seconds = time.thread_time() - began - self._calling
-        operation = describe(func, args, kwargs, result)
-        if operation is not None:
-            self.found.append((operation, seconds))
-        return result
 
 
 class PhaseClock:

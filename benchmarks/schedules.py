@@ -15,11 +15,12 @@ from transformers import LlamaConfig
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.costs import read_machine
-from hf_zero.planning.enqueued import Enqueued, Event, Mark, Move, Operation, Wait
+from hf_zero.planning.enqueued import Enqueued, Event, Mark, Move, Wait
 from hf_zero.planning.model import BatchShape, build
 from hf_zero.planning.optimizers import kept_by
 from hf_zero.planning.timeline import replay
 from hf_zero.planning.trace import Scenario, trace
+from hf_zero.tools.operations import Operation
 
 
 LLAMA_8B = {

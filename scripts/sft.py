@@ -122,7 +122,7 @@ def train_and_save(trainer: Any, script_args: ScriptArguments, checkpoint: str |
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
     # Ends the trackers and the process group; ranks that exit without it can die in their last moment.
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def main(script_args: SFTScriptArguments, training_args: ZeroSFTConfig, model_args: ModelConfig) -> None:
