@@ -66,14 +66,24 @@ def end_step(engine, optimizer):
 
 
 def third_step(model, engine, step, beside=None):
-    """What a rank keeps between steps, and of its third step the peak and what it sends."""
+    """What a rank keeps between steps, what its third step sends, and the least peak of three steps from then on.
+
+    A thread of gloo drops the tensors of a finished collective only when it comes to run: by luck they lie in a peak.
+    """
     for _ in range(2):
         step()
     engine.comm.traffic.clear()
-    with beside or contextlib.nullcontext(), measure_peak(model) as peak:
-        step()
+    with beside or contextlib.nullcontext():
+        peaks = [peak_of(model, step)]
     sent = dict(engine.comm.traffic.bytes_sent)
-    return {"resident": memory_report(model).state_bytes, "peak": peak.value, "sent": sent}
+    peaks += [peak_of(model, step) for _ in range(2)]
+    return {"resident": memory_report(model).state_bytes, "peak": min(peaks), "sent": sent}
+
+
+def peak_of(model, step):
+    with measure_peak(model) as peak:
+        step()
+    return peak.value
 
 
 def agree(found, plan, *others):
