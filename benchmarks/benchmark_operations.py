@@ -203,16 +203,22 @@ def tables(measured: dict, plan: dict[str, dict[str, Cost]], machine: Machine, m
 
 def waits(measured: dict[str, float], events: list[Event], machine: Machine, least: float = 0.02) -> str:
     """Milliseconds of waiting, of collectives that are at least so large a share of all waiting, by either."""
-    plan = {f"{kind} of {label}": seconds for (kind, label), seconds in replay(events, machine).exposed.items()}
+    found = replay(events, machine).exposed
+    names = {"exchange": "reduce-scatter"}  # what messages are for whoever waits for them
+    plan = {
+        f"{names.get(kind, kind)} of {label}": seconds
+        for (kind, label), seconds in found.items()
+        if label != "scalars"  # nothing in a profile names these
+    }
     sides = {"the profile": measured, "the prediction": plan}
     long = {
-        side: {name for name, seconds in found.items() if seconds >= least * sum(found.values())}
-        for side, found in sides.items()
+        side: {name for name, seconds in waited.items() if seconds >= least * sum(waited.values())}
+        for side, waited in sides.items()
     }
     lines = ["| waits for | profile | predicted |", "| --- | --- | --- |"]
     for name in sorted(set().union(*long.values()), key=lambda name: -measured.get(name, 0.0)):
         lines.append(
-            f"| {name} | " + " | ".join(f"{1e3 * found.get(name, 0.0):.2f}" for found in sides.values()) + " |"
+            f"| {name} | " + " | ".join(f"{1e3 * waited.get(name, 0.0):.2f}" for waited in sides.values()) + " |"
         )
     lines += [f"Only in {side}: {', '.join(sorted(names - both)) or 'nothing'}." for side, names in long.items()
               for both in [set.intersection(*long.values())]]  # fmt: skip

@@ -164,8 +164,9 @@ class Noting(Transport):
         """The same ranks, reading each other's memory."""
         return Noting(self._inner.by_reads(), self._events, self._members)
 
-    def _begin(self, kind: str, tag: Tag, nbytes: int, channel: str) -> Move:
-        move = Move(kind, tag.name, nbytes, self._members, f"{channel} of ranks {_listed(self._members)}", self.name)
+    def _begin(self, kind: str, tag: Tag, nbytes: int, channel: str, *, is_read: bool = False) -> Move:
+        by = "messages" if self.name == "reads" and not is_read else self.name  # as `Reads` does, which is one
+        move = Move(kind, tag.name, nbytes, self._members, f"{channel} of ranks {_listed(self._members)}", by)
         self._events.append(move)
         return move
 
@@ -173,11 +174,11 @@ class Noting(Transport):
         return Landing([_Awaited(move, self._events, landing.handles)], landing.finish)
 
     def gather(self, flat: Tensor, tag: Tag, shard: Sequence[Tensor]) -> Landing:
-        move = self._begin("all-gather", tag, flat.nbytes // self.size, "gathers")
+        move = self._begin("all-gather", tag, flat.nbytes // self.size, "gathers", is_read=True)
         return self._noted(self._inner.gather(flat, tag, shard), move)
 
     def exchange(self, parts: Sequence[Tensor], numel: int, tag: Tag, take: Take) -> Landing:
-        move = self._begin("exchange", tag, numel * parts[0].itemsize, "reductions")
+        move = self._begin("exchange", tag, numel * parts[0].itemsize, "reductions", is_read=True)
         return self._noted(self._inner.exchange(parts, numel, tag, take), move)
 
     def hand_over(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> Landing:
