@@ -1,6 +1,8 @@
 """The ``hf-zero`` command: one line per subcommand, each in a module of its own."""
 
 import importlib
+import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
+_UNREAD = 141  # as of a program that SIGPIPE ended
+
 
 def _usage() -> str:
     width = max(len(name) for name in COMMANDS)
@@ -34,7 +38,27 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return _UNREAD
+    finally:
+        _nobody_reads()
+
+
+def _nobody_reads() -> bool:
+    """Whether who read what is printed has gone (`| head`): from here on nothing more is said."""
+    stdout, watch = 1, select.poll()
+    watch.register(stdout, 0)
+    gone = bool(watch.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return gone
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0 if words else 2
@@ -50,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"hf-zero {words[0]}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if not isinstance(error, (ZeroError, OSError)) and not failures.is_for_people(error, error.__traceback__):
             raise

@@ -1,5 +1,6 @@
 """The `hf-zero` command: what all of its subcommands have in common."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -34,6 +35,20 @@ def test_help_of_a_command_is_headed_by_its_name(command, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"usage: hf-zero {command} ")
     assert command != "launch" or "ZeRO: --zero_stage, " in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["config", "--help"], ["config", "--all", "recipes/accelerate_configs/zero3.yaml"]],
+    ids=" ".join,
+)
+def test_nothing_is_said_where_nobody_reads(words):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "hf_zero.cli", *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    os.close(writes)
+    assert done.stderr == ""
 
 
 def test_options_take_dashes_and_underscores_and_the_rest_is_left_alone():
