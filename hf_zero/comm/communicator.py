@@ -396,4 +396,5 @@ class Communicator:
             self.traffic.count(kind, nbytes * (others - far), nbytes * far)
 
     def _work(self, landing: Landing, kind: str, tag: Tag) -> Work:
-        return Work(landing, f"{kind} of {tag.name}{self._where}", watchdog=self.watchdog, waited=self.traffic.waited)
+        what = tag.name + self._where
+        return Work(landing, kind, what, watchdog=self.watchdog, waited=self.traffic.waited)

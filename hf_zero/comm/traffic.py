@@ -13,7 +13,7 @@ class Traffic:
     Attributes:
         calls: collectives begun.
         sent: bytes that this rank sent, by (kind, link).
-        waited: seconds that this process stood still, by the first word of the collective's label.
+        waited: seconds that this process stood still, by kind of collective ("all-gather", ...).
     """
 
     def __init__(self) -> None:

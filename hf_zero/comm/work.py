@@ -46,27 +46,33 @@ class Landing:
     handles: Sequence[Handle] = ()
     finish: Callable[[], None] = nothing
 
+    def wait(self) -> None:
+        """For what was begun."""
+        for handle in self.handles:
+            handle.wait()
+
 
 class Work:
     """A collective under way. `wait` may be called any number of times.
 
     Args:
         landing: what the transport has begun.
-        label: its name for people.
+        kind, what: its name for people is "`kind` of `what`".
         watchdog: told while this process waits.
-        waited: where the seconds of standing still are added up, by the first word of the label.
+        waited: where the seconds of standing still are added up, by kind.
     """
 
     def __init__(
         self,
         landing: Landing | None = None,
-        label: str = "",
+        kind: str = "",
+        what: str = "",
         *,
         watchdog: Watchdog | None = None,
         waited: dict[str, float] | None = None,
     ) -> None:
         self._landing = landing
-        self._label, self._watchdog = label, watchdog
+        self._kind, self._what, self._watchdog = kind, what, watchdog
         self._waited = defaultdict(float) if waited is None else waited
 
     def advance(self) -> None:
@@ -79,21 +85,17 @@ class Work:
         landing, self._landing = self._landing, None
         began = time.perf_counter()
         if torch.autograd._profiler_enabled():  # a label costs as much as a short wait
-            with torch.profiler.record_function(f"hf_zero::{self._label}"):
+            with torch.profiler.record_function(f"hf_zero::{self._kind} of {self._what}"):
                 self._wait_and_finish(landing)
         else:
             self._wait_and_finish(landing)
-        self._waited[self._label.partition(" ")[0]] += time.perf_counter() - began
+        self._waited[self._kind] += time.perf_counter() - began
 
     def _wait_and_finish(self, landing: Landing) -> None:
-        def wait() -> None:
-            for handle in landing.handles:
-                handle.wait()
-
         if self._watchdog is None:
-            wait()
+            landing.wait()
         else:
-            self._watchdog.wait(self._label, wait)
+            self._watchdog.wait(f"{self._kind} of {self._what}", landing.wait)
         landing.finish()
 
 

@@ -28,8 +28,10 @@ class GradientSums:
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, first: torch.dtype, in_place: bool
     ) -> None:
-        self._layout, self._dtype, self._device, self._first, self._in_place = layout, dtype, device, first, in_place
+        self._layout, self._dtype, self._device, self._first = layout, dtype, device, first
         self._most = _SHARE * layout.numel
+        stays = (0, layout.padded_numel)
+        self._in_place = {index for index, numel in enumerate(layout.numels) if in_place or numel in stays}
         # `_flat` is cut into parameters and what lies between them.
         gaps = (extent - numel for extent, numel in zip(layout.extents, layout.numels, strict=True))
         self._cuts = [cut for each in zip(layout.numels, gaps, strict=True) for cut in each]
@@ -67,7 +69,7 @@ class GradientSums:
 
     def add(self, index: int, grad: Tensor, *, shared: bool = False) -> None:
         """Add a gradient to that of its parameter; others may have its memory (`shared`), or it is given away."""
-        if self._in_place or grad.numel() in (0, self._layout.padded_numel):
+        if index in self._in_place:
             if index in self._sums:
                 self.widened(index).add_(grad.reshape(-1))
             else:
@@ -77,8 +79,8 @@ class GradientSums:
             return
         if index in self._waiting:
             self.bring()
-        self._waiting[index] = grad.reshape(-1)
-        self._waiting_numel += grad.numel()
+        self._waiting[index] = grad.detach().reshape(-1) if grad.requires_grad else grad.reshape(-1)
+        self._waiting_numel += self._layout.numels[index]
         if self._waiting_numel >= self._most or shared:
             self.bring()
 
@@ -102,17 +104,13 @@ class GradientSums:
             self._rooms = pieces[::2]
             if self._has_gaps:
                 torch._foreach_zero_(pieces[1::2])
-        copied: tuple[list[Tensor], list[Tensor]] = [], []
-        added: tuple[list[Tensor], list[Tensor]] = [], []
-        for index, grad in waiting.items():
-            targets, sources = added if index in sums else copied
-            targets.append(sums.setdefault(index, self._rooms[index]))
-            sources.append(grad)
-        with torch.no_grad():
-            if copied[0]:
-                torch._foreach_copy_(*copied)
-            if added[0]:
-                torch._foreach_add_(*added)
+        added = [index for index in waiting if index in sums]
+        copied = [index for index in waiting if index not in sums]
+        for index in copied:
+            sums[index] = self._rooms[index]
+        for act, indices in ((torch._foreach_copy_, copied), (torch._foreach_add_, added)):
+            if indices:
+                act([sums[index] for index in indices], [waiting[index] for index in indices])
         self._waiting, self._waiting_numel = {}, 0
 
     def parts(self) -> list[Tensor]:

@@ -249,16 +249,15 @@ class Resting:
         weights, whole = self.weights, self._whole
         is_buffer = whole is not None and in_one_storage(own, whole)
         near = [shard for shard in self.shards if shard.is_near and not (is_buffer and shard.is_part)]
-        with torch.no_grad():
-            if len(near) == 1 and near[0].numel == own.numel():
-                own.copy_(near[0].values)
-            elif near:
-                parts = [own[shard.start : shard.stop] for shard in near]
-                torch._foreach_copy_(parts, [shard.values for shard in near])
-            for shard in weights:
-                with shard.open():
-                    bring = self.courier.copy if shard.is_near else self.courier.up
-                    bring(own[shard.start : shard.stop], shard.values)
+        if len(near) == 1 and near[0].numel == own.numel():
+            own.copy_(near[0].values)
+        elif near:
+            parts = [own[shard.start : shard.stop] for shard in near]
+            torch._foreach_copy_(parts, [shard.values for shard in near])
+        for shard in weights:
+            with shard.open():
+                bring = self.courier.copy if shard.is_near else self.courier.up
+                bring(own[shard.start : shard.stop], shard.values)
         sources = weights if not near else [] if weights else near
         return [shard.values for shard in sources] if all(shard.keeps_memory for shard in sources) else []
 

@@ -25,13 +25,12 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from hf_zero.core import guard
 from hf_zero.core.gradients import GradientBuffer
 from hf_zero.core.hooks import Hook, NoHook, in_backward
 from hf_zero.core.order import ForwardOrder, HookPoint, Limits, Place, Progress
-from hf_zero.core.outputs import find_tensors
+from hf_zero.core.outputs import find_tensors, leaves
 from hf_zero.core.reductions import Reductions
 from hf_zero.core.unit import Tally, Unit, UnitState
 from hf_zero.errors import ZeroRuntimeError
@@ -128,7 +127,7 @@ class Schedule:
     def _pre_forward_hook(self, point: HookPoint, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs = []
         if torch.is_grad_enabled() or self._differentiable:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         point.received = {id(tensor): tensor._version for tensor in inputs}
         self.pre_forward(point, inputs)
 

@@ -124,7 +124,8 @@ class Unit:
 
     def unshard(self) -> None:
         """Make the values available; a collective, unless it was begun before."""
-        self.begin_unshard()
+        if self.state is UnitState.RESTING:
+            self.begin_unshard()
         if self.state is UnitState.GATHERING:
             for pending in self.works:
                 pending.wait()
