@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -67,29 +67,50 @@ def print_table(plan: Plan) -> None:
         soft_wrap=True,
         markup=False,
     )
-    unit = _unit(plan)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("stage")
-    shared = [name for name in SHARED if any(name in row.footprint.sent for row in plan.rows)]
-    for name in (*COLUMNS, "peak", "at rest", "sent/step", *(SHARED[name] for name in shared), "fits"):
-        table.add_column(name, justify="right")
-    for row in _on_device(plan):
-        if row.spread is not ALL_RANKS:
-            continue
-        chosen = row is plan.recommended
-        cells = [cell(nbytes, unit) for nbytes in columns(row).values()]
-        label = f"{_label(row)}{' *' if chosen else ''}"
-        footprint = row.footprint
-        numbers = [footprint.peak_bytes, footprint.resident_bytes, footprint.sent_bytes]
-        totals = [cell(n, unit) for n in (*numbers, *(footprint.sent.get(name, 0) for name in shared))]
-        table.add_row(label, *cells, *totals, "yes" if row.fits else "no", style="bold" if chosen else None)
-    console.print(table, markup=False)
+    rows = [row for row in _on_device(plan) if row.spread is ALL_RANKS]
+    print_rows(console, [_stage_cells(plan, row) for row in rows], chosen=_index(rows, plan.recommended))
     if request.link:
         _print_links(plan, console)
     for line in _notes(plan):
         console.print(line, markup=False, soft_wrap=True)
     if plan.request.shows_offload:
         _print_offload(plan, console)
+
+
+def print_rows(
+    console: Console, rows: Sequence[Mapping[str, str]], *, labels: int = 1, chosen: int | None = None
+) -> None:
+    """A table with a column for each key of its rows, of which the first are `labels` and the others numbers."""
+    table = Table(box=None, pad_edge=False)
+    for at, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if at < labels else "right")
+    for at, row in enumerate(rows):
+        table.add_row(*row.values(), style="bold" if at == chosen else None)
+    console.print(table, markup=False)
+
+
+def _index(rows: list[Row], chosen: Row | None) -> int | None:
+    return next((at for at, row in enumerate(rows) if row is chosen), None)
+
+
+def _stage_cells(plan: Plan, row: Row) -> dict[str, str]:
+    footprint = row.footprint
+    shared = {SHARED[name]: name for name in SHARED if any(name in one.footprint.sent for one in plan.rows)}
+    numbers = columns(row) | {
+        "peak": footprint.peak_bytes,
+        "at rest": footprint.resident_bytes,
+        "sent/step": footprint.sent_bytes,
+        **{column: footprint.sent.get(name, 0) for column, name in shared.items()},
+    }
+    return {
+        "stage": _label(row) + " *" * (row is plan.recommended),
+        **{name: cell(nbytes, _unit(plan)) for name, nbytes in numbers.items()},
+        "fits": _yes(row.fits),
+    }
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "no"
 
 
 def _label(row: Row) -> str:
@@ -116,57 +137,50 @@ def _unit(plan: Plan) -> str:
 
 def _print_links(plan: Plan, console: Console) -> None:
     """Over which ranks each row shares its state out, and what a rank sends over which link."""
-    request, unit = plan.request, _unit(plan)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("stage")
-    table.add_column("shared out over")
-    for name in ("peak", "inside/step", "between/step", f"at {size(request.link or 0)}/s", "fits"):
-        table.add_column(name, justify="right")
-    for row in _on_device(plan):
-        footprint, chosen = row.footprint, row is plan.recommended
-        inside = footprint.sent_bytes - footprint.between_nodes
-        table.add_row(
-            f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' if chosen else ''}",
-            row.spread.name if row.stage else "nothing is",
-            *(cell(nbytes, unit) for nbytes in (footprint.peak_bytes, inside, footprint.between_nodes)),
-            f"{request.link_seconds(footprint):.3g} s",
-            "yes" if row.fits else "no",
-            style="bold" if chosen else None,
-        )
+    request, rows = plan.request, _on_device(plan)
+    cells = [
+        {
+            "stage": f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' * (row is plan.recommended)}",
+            "shared out over": row.spread.name if row.stage else "nothing is",
+            "peak": cell(row.footprint.peak_bytes, _unit(plan)),
+            "inside/step": cell(row.footprint.sent_bytes - row.footprint.between_nodes, _unit(plan)),
+            "between/step": cell(row.footprint.between_nodes, _unit(plan)),
+            f"at {size(request.link or 0)}/s": f"{request.link_seconds(row.footprint):.3g} s",
+            "fits": _yes(row.fits),
+        }
+        for row in rows
+    ]
     console.print(
         "\nWhat a rank sends inside its node and between nodes, and how long a node's link is busy", markup=False
     )
-    console.print(table, markup=False)
+    print_rows(console, cells, labels=2, chosen=_index(rows, plan.recommended))
+
+
+def _offload_cells(plan: Plan, row: Row) -> dict[str, str]:
+    footprint, ranks = row.footprint, plan.request.gpus
+    disk = any(one.footprint.disk for one in plan.rows)
+    numbers = {
+        "peak": footprint.peak_bytes,
+        "at rest": footprint.resident_bytes,
+        "host/node": ranks * footprint.host_bytes,
+        **({"disk/node": ranks * footprint.disk_bytes} if disk else {}),
+        "PCIe/step": footprint.pcie_bytes,
+        **({"disk/step": footprint.disk_traffic} if disk else {}),
+    }
+    return {
+        "stage": f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
+        "optimizer in": PLACES[row.places.optimizer],
+        "weights in": PLACES[row.places.parameters],
+        **{name: cell(nbytes, _unit(plan)) for name, nbytes in numbers.items()},
+        "would fit": _yes(row.fits),
+    }
 
 
 def _print_offload(plan: Plan, console: Console) -> None:
     """What each stage needs with its state elsewhere; a table of its own, as none of it is recommended."""
     request = plan.request
     console.print("\nOffload, predicted and not run on a GPU yet: state in other places", markup=False)
-    disk = any(row.footprint.disk for row in plan.rows)
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "optimizer in", "weights in"):
-        table.add_column(name)
-    for name in ("peak", "at rest", "host/node", *(["disk/node"] if disk else []), "PCIe/step"):
-        table.add_column(name, justify="right")
-    if disk:
-        table.add_column("disk/step", justify="right")
-    table.add_column("would fit", justify="right")
-    for row in plan.rows:
-        if not row.offloads:
-            continue
-        footprint = row.footprint
-        counts = [footprint.peak_bytes, footprint.resident_bytes, request.gpus * footprint.host_bytes]
-        counts += [request.gpus * footprint.disk_bytes] if disk else []
-        counts += [footprint.pcie_bytes, *([footprint.disk_traffic] if disk else [])]
-        table.add_row(
-            f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
-            PLACES[row.places.optimizer],
-            PLACES[row.places.parameters],
-            *(cell(nbytes, _unit(plan)) for nbytes in counts),
-            "yes" if row.fits else "no",
-        )
-    console.print(table, markup=False)
+    print_rows(console, [_offload_cells(plan, row) for row in plan.rows if row.offloads], labels=3)
     limits = [
         f"{size(nbytes)} of {what} per node{note}"
         for nbytes, what, note in (

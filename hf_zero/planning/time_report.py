@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from hf_zero.command_line import wide_console
 from hf_zero.planning.costs import Machine
 from hf_zero.planning.model import PlanError
 from hf_zero.planning.places import ON_DEVICE
 from hf_zero.planning.plan import Request
-from hf_zero.planning.report import TABLE_WIDTH, accelerate_yaml
+from hf_zero.planning.report import TABLE_WIDTH, accelerate_yaml, print_rows
 from hf_zero.planning.step_time import GPU_HOURS_PER_FAILURE, Pace, Run
 from hf_zero.planning.units import size
 
@@ -32,42 +31,29 @@ def print_paces(paces: list[Pace], request: Request, machine: Machine) -> None:
         soft_wrap=True,
         markup=False,
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("way")
-    for name in (
-        "rows",
-        "micro-batches",
-        "step",
-        "range",
-        "tokens/s/rank",
-        "MFU",
-        "waits",
-        "peak",
-        "fits",
-        "next bottleneck",
-    ):
-        table.add_column(name, justify="right")
-    for pace in paces:
-        table.add_row(
-            pace.way.label,
-            str(pace.way.rows),
-            str(pace.way.accumulation),
-            seconds(pace.timeline.seconds),
-            " to ".join(map(seconds, bounds(pace, machine))),
-            f"{pace.tokens_per_second:,.0f}",
-            f"{pace.mfu:.1%}",
-            f"{pace.exposed:.1%}",
-            size(pace.footprint.peak_bytes),
-            "yes" if pace.fits else "no",
-            pace.bottleneck,
-        )
-    console.print(table, markup=False)
+    print_rows(console, [_cells(pace, machine) for pace in paces])
     best = best_of(paces)
     if best is None:
         console.print("none of these fits", markup=False)
         return
     for line in _waits(best):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _cells(pace: Pace, machine: Machine) -> dict[str, str]:
+    return {
+        "way": pace.way.label,
+        "rows": str(pace.way.rows),
+        "micro-batches": str(pace.way.accumulation),
+        "step": seconds(pace.timeline.seconds),
+        "range": " to ".join(map(seconds, bounds(pace, machine))),
+        "tokens/s/rank": f"{pace.tokens_per_second:,.0f}",
+        "MFU": f"{pace.mfu:.1%}",
+        "waits": f"{pace.exposed:.1%}",
+        "peak": size(pace.footprint.peak_bytes),
+        "fits": "yes" if pace.fits else "no",
+        "next bottleneck": pace.bottleneck,
+    }
 
 
 def best_of(paces: list[Pace]) -> Pace | None:
