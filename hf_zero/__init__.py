@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
-    from hf_zero.config import ZeroConfig
-    from hf_zero.core.engine import ZeroEngine
-    from hf_zero.core.unit import gathered_parameters
-    from hf_zero.integrations.accelerate import ZeroAccelerator, ZeroPlugin
-    from hf_zero.integrations.plain_loop import shard
-    from hf_zero.integrations.transformers import ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
-    from hf_zero.integrations.zero_init import zero_init
-    from hf_zero.tools.memory import memory_report
-    from hf_zero.tools.profiler import profiling
+    from hf_zero.config import ZeroConfig as ZeroConfig
+    from hf_zero.core.engine import ZeroEngine as ZeroEngine
+    from hf_zero.core.unit import gathered_parameters as gathered_parameters
+    from hf_zero.integrations.accelerate import ZeroAccelerator as ZeroAccelerator
+    from hf_zero.integrations.accelerate import ZeroPlugin as ZeroPlugin
+    from hf_zero.integrations.plain_loop import shard as shard
+    from hf_zero.integrations.transformers import ZeroTrainer as ZeroTrainer
+    from hf_zero.integrations.transformers import ZeroTrainerMixin as ZeroTrainerMixin
+    from hf_zero.integrations.transformers import ZeroTrainingArguments as ZeroTrainingArguments
+    from hf_zero.integrations.zero_init import zero_init as zero_init
+    from hf_zero.tools.memory import memory_report as memory_report
+    from hf_zero.tools.profiler import profiling as profiling
 
 __version__ = "0.1.0"
 
@@ -35,21 +38,7 @@ _HOMES = {
     "ZeroTrainer": "hf_zero.integrations.transformers",
     "zero_init": "hf_zero.integrations.zero_init",
 }
-__all__ = [
-    "ZeroAccelerator",
-    "ZeroConfig",
-    "ZeroEngine",
-    "ZeroPlugin",
-    "ZeroTrainer",
-    "ZeroTrainerMixin",
-    "ZeroTrainingArguments",
-    "__version__",
-    "gathered_parameters",
-    "memory_report",
-    "profiling",
-    "shard",
-    "zero_init",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __dir__() -> list[str]:

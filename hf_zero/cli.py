@@ -28,7 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_UNREAD = 141  # as of a program that SIGPIPE ended
+
+_STDOUT = 1
 
 
 def _usage() -> str:
@@ -43,18 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _nobody_reads():
             raise
-        return _UNREAD
+        return 141  # as of a program that SIGPIPE ended
     finally:
         _nobody_reads()
 
 
 def _nobody_reads() -> bool:
     """Whether who read what is printed has gone (`| head`): from here on nothing more is said."""
-    stdout, watch = 1, select.poll()
-    watch.register(stdout, 0)
-    gone = bool(watch.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    watch = select.poll()
+    watch.register(_STDOUT, 0)
+    if gone := bool(watch.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
     return gone
 
 
@@ -74,10 +74,9 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"hf-zero {words[0]}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        raise
     except Exception as error:
-        if not isinstance(error, (ZeroError, OSError)) and not failures.is_for_people(error, error.__traceback__):
+        is_ours = isinstance(error, (ZeroError, OSError)) and not isinstance(error, BrokenPipeError)
+        if not is_ours and not failures.is_for_people(error, error.__traceback__):
             raise
         if failures.wants_traceback():
             traceback.print_exc()
