@@ -3,6 +3,7 @@
 A code line holds code: blank lines, comments and docstrings do not count.
 """
 
+import argparse
 import ast
 import io
 import sys
@@ -98,4 +99,6 @@ def main(package: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "hf_zero")))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", type=Path, default=Path("hf_zero"))
+    sys.exit(main(parser.parse_args().package))

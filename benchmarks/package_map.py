@@ -5,7 +5,7 @@ A layer is as high as the longest way down from it. The same is counted for file
 is on a circle.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +52,8 @@ def count(package: Path, place: Callable[[Module], Module]) -> str:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["hf_zero"]:
-        print(f"{name} rooms: {count(Path(name), lambda module: module[:1])}")
-        print(f"{name} files: {count(Path(name), lambda module: module)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="*", type=Path, default=[Path("hf_zero")])
+    for package in parser.parse_args().packages:
+        print(f"{package} rooms: {count(package, lambda module: module[:1])}")
+        print(f"{package} files: {count(package, lambda module: module)}")

@@ -3,7 +3,7 @@
 python -m benchmarks.scaling_report docs/scaling.md
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import transformers
@@ -177,6 +177,7 @@ def offloaded() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    Path(sys.argv[1]).write_text(HEAD + classic() + scaling() + offloaded() + SCHEDULES + schedules.table() + DEFAULTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    page = parser.parse_args().page
+    page.write_text(HEAD + classic() + scaling() + offloaded() + SCHEDULES + schedules.table() + DEFAULTS)
