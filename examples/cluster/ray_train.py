@@ -17,10 +17,10 @@ from hf_zero import ZeroTrainer, ZeroTrainingArguments
 
 
 class Tell(TrainerCallback):
-    """Gives Ray the logs of the Trainer."""
+    """Gives Ray the newest logs at each checkpoint: a report waits until Ray asks for it, which it does every 2 s."""
 
-    def on_log(self, args, state, control, logs, **_):
-        ray.train.report({"step": state.global_step, **logs})
+    def on_save(self, args, state, control, **_):
+        ray.train.report({"step": state.global_step, **state.log_history[-1]})
 
 
 def train(options):
@@ -61,7 +61,7 @@ def main():
             name="hf_zero", storage_path=options.output + "_ray", failure_config=FailureConfig(max_failures=3)
         ),
     )
-    print(trainer.fit().metrics)
+    trainer.fit()
 
 
 if __name__ == "__main__":
