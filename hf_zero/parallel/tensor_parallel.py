@@ -95,13 +95,20 @@ def share_out(model: nn.Module, mesh: dtensors.DeviceMesh) -> dict[nn.Parameter,
     return replaced
 
 
+# Layers that make heads (others have those of one of these, or are gathered): what says how wide a head is, and how
+# many times that the layer makes for each.
+_HEADS = {"q_proj": ("head_dim", 1), "k_proj": ("head_dim", 1), "query_key_value": ("head_size", 3)}
+
+
 def _check_heads(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
     """Refuse numbers of heads that do not divide: transformers cuts anywhere, and a rank attends with whole heads."""
     heads = {}
     for path, style in plan.items():
-        if style == "colwise" and path.endswith((".q_proj", ".k_proj")):  # others have their heads, or are gathered
-            attention, layer = map(model.get_submodule, (path.rpartition(".")[0], path))
-            heads[path] = layer.out_features // getattr(attention, "head_dim", 1)
+        above, _, name = path.rpartition(".")
+        if style == "colwise" and name in _HEADS:
+            width, of_each = _HEADS[name]
+            each = of_each * getattr(model.get_submodule(above), width, 1)
+            heads[path] = model.get_submodule(path).out_features // each
     wrong = next((path for path in heads if heads[path] % size), None)
     if wrong is not None:
         fitting = [str(number) for number in range(1, size) if math.gcd(*heads.values()) % number == 0]

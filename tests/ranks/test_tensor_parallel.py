@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as tf
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 
@@ -87,7 +88,7 @@ def test_tensor_parallel_ranks_alone_train_llama_as_one_process():
 
 # Norms of single heads, other norms, packed projections, biases, experts of packed matrices, and tied embeddings.
 USUAL = [("qwen3", 3), ("phi3", 3), ("mixtral", 2)]
-FAMILIES = ("llama_tied", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "qwen3_moe")
+FAMILIES = ("llama_tied", "qwen2", "qwen3", "gemma", "phi3", "gpt_neox", "mixtral", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,13 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name():
         with pytest.raises(ZeroConfigError, match=says):
             hf_zero.shard(model, None, {"zero_stage": 3, "tp_size": 2})
         assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@distributed(world_size=2)
+def test_heads_of_one_projection_for_all_three_are_counted():
+    model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**zoo._DECODER, "num_attention_heads": 3, "hidden_size": 48}))
+    with pytest.raises(ZeroConfigError, match=r"query_key_value' of GPTNeoX.* makes 3 head"):
+        hf_zero.shard(model, None, {"zero_stage": 3, "tp_size": 2})
 
 
 @pytest.mark.exhaustive

@@ -17,6 +17,7 @@ EXPAND = "_expand_parallel_plan"
 needs_shared_layers = pytest.mark.skipif(
     not hasattr(tf.PreTrainedModel, EXPAND), reason=f"transformers {tf.__version__} shares out no layers"
 )
+PACKED = {"phi3": (tf.Phi3ForCausalLM, tf.Phi3Config), "gpt_neox": (tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig)}
 
 
 def tensor_mesh(width):
@@ -27,11 +28,12 @@ def tensor_mesh(width):
 
 def whole(name):
     """A model of the zoo, or one with packed projections, with the same weights on every rank."""
-    if name != "phi3":
+    if name not in PACKED:
         return zoo.build(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return tf.Phi3ForCausalLM(tf.Phi3Config(**zoo._DECODER)).train()
+        model_class, config_class = PACKED[name]
+        return model_class(config_class(**zoo._DECODER)).train()
 
 
 def build(name, width=1):
