@@ -36,8 +36,8 @@ LIMITS = {
     "integrations": 2331,  # 365 for tensor parallelism, Ulysses and context parallelism, 37 to read a checkpoint once
     "launcher": 641,
     "lazy_init": 332,
-    "parallel": 419,
-    "planning": 2814,  # 130 for ranks that share batches, 200 for the search, 350 for tiles, activations, optimizers
+    "parallel": 422,
+    "planning": 2811,  # 130 for ranks that share batches, 200 for the search, 350 for tiles, activations, optimizers
     "releases": 14,
     "run": 20,
     "tools": 1157,  # 275 lines draw the page of a run and a plan, 340 count and time operations and measure a machine

@@ -68,7 +68,7 @@ def print_table(plan: Plan) -> None:
         markup=False,
     )
     rows = [row for row in _on_device(plan) if row.spread is ALL_RANKS]
-    print_rows(console, [_stage_cells(plan, row) for row in rows], chosen=_index(rows, plan.recommended))
+    print_rows(console, [_stage_cells(plan, row) for row in rows])
     if request.link:
         _print_links(plan, console)
     for line in _notes(plan):
@@ -77,20 +77,18 @@ def print_table(plan: Plan) -> None:
         _print_offload(plan, console)
 
 
-def print_rows(
-    console: Console, rows: Sequence[Mapping[str, str]], *, labels: int = 1, chosen: int | None = None
-) -> None:
-    """A table with a column for each key of its rows, of which the first are `labels` and the others numbers."""
+def print_rows(console: Console, rows: Sequence[Mapping[str, str]], *, labels: int = 1) -> None:
+    """A table with a column for each key of its rows, of which the first are `labels` and the others numbers.
+
+    A row whose first label has a star is set in bold.
+    """
     table = Table(box=None, pad_edge=False)
     for at, name in enumerate(rows[0]):
         table.add_column(name, justify="left" if at < labels else "right")
-    for at, row in enumerate(rows):
-        table.add_row(*row.values(), style="bold" if at == chosen else None)
+    for row in rows:
+        first, *others = row.values()
+        table.add_row(first, *others, style="bold" if first.endswith(" *") else None)
     console.print(table, markup=False)
-
-
-def _index(rows: list[Row], chosen: Row | None) -> int | None:
-    return next((at for at, row in enumerate(rows) if row is chosen), None)
 
 
 def _stage_cells(plan: Plan, row: Row) -> dict[str, str]:
@@ -137,7 +135,7 @@ def _unit(plan: Plan) -> str:
 
 def _print_links(plan: Plan, console: Console) -> None:
     """Over which ranks each row shares its state out, and what a rank sends over which link."""
-    request, rows = plan.request, _on_device(plan)
+    request = plan.request
     cells = [
         {
             "stage": f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' * (row is plan.recommended)}",
@@ -148,12 +146,12 @@ def _print_links(plan: Plan, console: Console) -> None:
             f"at {size(request.link or 0)}/s": f"{request.link_seconds(row.footprint):.3g} s",
             "fits": _yes(row.fits),
         }
-        for row in rows
+        for row in _on_device(plan)
     ]
     console.print(
         "\nWhat a rank sends inside its node and between nodes, and how long a node's link is busy", markup=False
     )
-    print_rows(console, cells, labels=2, chosen=_index(rows, plan.recommended))
+    print_rows(console, cells, labels=2)
 
 
 def _offload_cells(plan: Plan, row: Row) -> dict[str, str]:
