@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import hf_zero
 from tests.ranks.test_autograd_calls import WAYS
-from tests.ranks.test_property_trees import TreeNet, _trees
+from tests.ranks.test_property_trees import Inner, Leaf, Tree, TreeNet, _trees
 from tests.support.happens_before import problems
 from tests.support.nets import Net, batches
 from tests.support.networks import diverge, loss_of_network
@@ -89,11 +89,13 @@ def test_gradients_of_early_reads_on_one_rank_hold_up_no_other(how, transport):
 # -- random trees -----------------------------------------------------------------------------------------------------
 
 
-def _train_tree(tree, apart, stage, transport, recording):
+def _train_tree(tree, apart, stage, transport, recording, *, hooks_entry=False):
     torch.manual_seed(0)
     model = TreeNet(tree)
     if apart:
         diverge(model)
+    if hooks_entry:
+        model.enter.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = recording.shard(model, optimizer, zero_stage=stage, transport=transport, **dict(tree.options))
     for number in range(3 * tree.accumulation):
@@ -108,9 +110,41 @@ def _train_tree(tree, apart, stage, transport, recording):
             optimizer.zero_grad()
 
 
-def _check_tree(*choices):
-    found = problems(record(functools.partial(_train_tree, *choices)))
+def _check_tree(tree, apart, *choices, **more):
+    found = problems(record(functools.partial(_train_tree, tree, apart, *choices, **more)))
     assert not found, "\n".join(found)
+
+
+def _is_known(tree, apart):
+    """Whether a block in front of which nothing is trained may have a trained part that only some ranks use."""
+    return apart and tree.frozen_entry and any(isinstance(block, Inner) or block.frozen for block in tree.blocks)
+
+
+_TRAINED, _FROZEN = Leaf("linear", frozen=False, double=False), Leaf("linear", frozen=True, double=False)
+# Block 3 is called first, and rank 0 alone uses its only trained part.
+KNOWN = Tree(
+    blocks=(_TRAINED, _TRAINED, Inner("chain", (_FROZEN, _TRAINED)), _FROZEN),
+    orders=((3, 2),),
+    same=(),
+    tied=(),
+    container="dict",
+    checkpoints="none",
+    frozen_entry=True,
+    peek=False,
+    rmsprop=False,
+    accumulation=1,
+    clip=None,
+    options=(),
+)
+
+
+@pytest.mark.parametrize(
+    "hooks_entry",
+    [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason="docs/troubleshooting.md: ranks wait"))],
+)
+def test_a_first_layer_of_which_one_rank_trains_a_part_needs_inputs_with_gradients(hooks_entry):
+    """Elsewhere its output leads backward nowhere, so that only this rank gathers it again."""
+    _check_tree(KNOWN, True, 3, "nccl", hooks_entry=hooks_entry)
 
 
 _TREES = given(_trees(), st.booleans(), st.sampled_from(STAGES), st.sampled_from(TRANSPORTS))
@@ -120,6 +154,7 @@ _SETTINGS = functools.partial(settings, deadline=None, derandomize=True, suppres
 @_SETTINGS(max_examples=15)
 @_TREES
 def test_no_interleaving_of_random_trees_hangs_or_overruns(tree, apart, stage, transport):
+    assume(not _is_known(tree, apart))
     _check_tree(tree, apart, stage, transport)
 
 
@@ -127,4 +162,5 @@ def test_no_interleaving_of_random_trees_hangs_or_overruns(tree, apart, stage, t
 @_SETTINGS(max_examples=1000)
 @_TREES
 def test_no_interleaving_of_many_random_trees_hangs_or_overruns(tree, apart, stage, transport):
+    assume(not _is_known(tree, apart))
     _check_tree(tree, apart, stage, transport)
