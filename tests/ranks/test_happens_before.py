@@ -205,8 +205,8 @@ def _check(name, variant, stage):
     found = problems(logs)
     assert not found, "\n".join(found)
     if stage == 3 and name not in UNFORESEEN and variant != "no_overlap":
-        # Among layers of unequal sizes the third hop of a sum, a gather, may find nothing to go on under; where several
-        # are recomputed together, one more may, as these begin with a wait.
+        # Among layers of unequal sizes the third hop of a sum, a gather, may find nothing to go on under; where
+        # several are recomputed together, one more may, as these begin with a wait.
         allowed = EXPOSED.get(name, 1) + (variant == "quantised_replicas") * (1 + (name in EXPOSED))
         for log in logs:
             exposed = too_many_exposed(log, allowed)
