@@ -104,13 +104,16 @@ class GradientSums:
             self._rooms = pieces[::2]
             if self._has_gaps:
                 torch._foreach_zero_(pieces[1::2])
-        added = [index for index in waiting if index in sums]
-        copied = [index for index in waiting if index not in sums]
-        for index in copied:
-            sums[index] = self._rooms[index]
-        for act, indices in ((torch._foreach_copy_, copied), (torch._foreach_add_, added)):
-            if indices:
-                act([sums[index] for index in indices], [waiting[index] for index in indices])
+        copied: tuple[list[Tensor], list[Tensor]] = [], []
+        added: tuple[list[Tensor], list[Tensor]] = [], []
+        for index, grad in waiting.items():
+            targets, sources = added if index in sums else copied
+            targets.append(sums.setdefault(index, self._rooms[index]))
+            sources.append(grad)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if added[0]:
+            torch._foreach_add_(*added)
         self._waiting, self._waiting_numel = {}, 0
 
     def parts(self) -> list[Tensor]:
