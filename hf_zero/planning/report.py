@@ -92,7 +92,7 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, str]], *, labels: i
 
 
 def _stage_cells(plan: Plan, row: Row) -> dict[str, str]:
-    footprint = row.footprint
+    footprint, unit = row.footprint, _unit(plan)
     shared = {SHARED[name]: name for name in SHARED if any(name in one.footprint.sent for one in plan.rows)}
     numbers = columns(row) | {
         "peak": footprint.peak_bytes,
@@ -102,17 +102,17 @@ def _stage_cells(plan: Plan, row: Row) -> dict[str, str]:
     }
     return {
         "stage": _label(row) + " *" * (row is plan.recommended),
-        **{name: cell(nbytes, _unit(plan)) for name, nbytes in numbers.items()},
-        "fits": _yes(row.fits),
+        **{name: cell(nbytes, unit) for name, nbytes in numbers.items()},
+        "fits": "yes" if row.fits else "no",
     }
 
 
-def _yes(fits: bool) -> str:
-    return "yes" if fits else "no"
+def _stage(row: Row) -> str:
+    return f"{row.stage}{' + checkpointing' if row.checkpointing else ''}"
 
 
 def _label(row: Row) -> str:
-    return f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' + tiles' if row.tiles else ''}"
+    return f"{_stage(row)}{' + tiles' if row.tiles else ''}"
 
 
 def write_plot(plan: Plan, path: Path) -> None:
@@ -135,16 +135,16 @@ def _unit(plan: Plan) -> str:
 
 def _print_links(plan: Plan, console: Console) -> None:
     """Over which ranks each row shares its state out, and what a rank sends over which link."""
-    request = plan.request
+    request, unit = plan.request, _unit(plan)
     cells = [
         {
-            "stage": f"{row.stage}{' + checkpointing' if row.checkpointing else ''}{' *' * (row is plan.recommended)}",
+            "stage": _stage(row) + " *" * (row is plan.recommended),
             "shared out over": row.spread.name if row.stage else "nothing is",
-            "peak": cell(row.footprint.peak_bytes, _unit(plan)),
-            "inside/step": cell(row.footprint.sent_bytes - row.footprint.between_nodes, _unit(plan)),
-            "between/step": cell(row.footprint.between_nodes, _unit(plan)),
+            "peak": cell(row.footprint.peak_bytes, unit),
+            "inside/step": cell(row.footprint.sent_bytes - row.footprint.between_nodes, unit),
+            "between/step": cell(row.footprint.between_nodes, unit),
             f"at {size(request.link or 0)}/s": f"{request.link_seconds(row.footprint):.3g} s",
-            "fits": _yes(row.fits),
+            "fits": "yes" if row.fits else "no",
         }
         for row in _on_device(plan)
     ]
@@ -155,7 +155,7 @@ def _print_links(plan: Plan, console: Console) -> None:
 
 
 def _offload_cells(plan: Plan, row: Row) -> dict[str, str]:
-    footprint, ranks = row.footprint, plan.request.gpus
+    footprint, ranks, unit = row.footprint, plan.request.gpus, _unit(plan)
     disk = any(one.footprint.disk for one in plan.rows)
     numbers = {
         "peak": footprint.peak_bytes,
@@ -166,11 +166,11 @@ def _offload_cells(plan: Plan, row: Row) -> dict[str, str]:
         **({"disk/step": footprint.disk_traffic} if disk else {}),
     }
     return {
-        "stage": f"{row.stage}{' + checkpointing' if row.checkpointing else ''}",
+        "stage": _stage(row),
         "optimizer in": PLACES[row.places.optimizer],
         "weights in": PLACES[row.places.parameters],
-        **{name: cell(nbytes, _unit(plan)) for name, nbytes in numbers.items()},
-        "would fit": _yes(row.fits),
+        **{name: cell(nbytes, unit) for name, nbytes in numbers.items()},
+        "would fit": "yes" if row.fits else "no",
     }
 
 
